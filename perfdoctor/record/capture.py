@@ -1,0 +1,473 @@
+"""Capture: what a training loop did, as columns of numbers, and the file it is kept in.
+
+All times are integer nanoseconds on the clock of the recording (Unix time where the recorder gives it). Text is
+interned: a `name` column holds indices into `Capture.strings`. No environment variable is ever part of a capture.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError
+
+SCHEMA_VERSION = 1
+_MANIFEST = "perfdoctor_capture.json"
+_BARE_COLUMNS = ("step_ns", "data_ns", "samples", "micro_batches")
+
+Ints = NDArray[np.int64]
+
+
+class CallKind(IntEnum):
+    """What a CUDA (or HIP) API call on the host does."""
+
+    OTHER = 0
+    LAUNCH = 1
+    GRAPH_LAUNCH = 2
+    MEMCPY = 3
+    MEMSET = 4
+    SYNC_DEVICE = 5
+    SYNC_STREAM = 6
+    SYNC_EVENT = 7
+    EVENT_RECORD = 8
+    STREAM_WAIT = 9
+    MALLOC = 10
+    FREE = 11
+
+
+class WorkKind(IntEnum):
+    """What the device did."""
+
+    KERNEL = 0
+    MEMCPY = 1
+    MEMSET = 2
+    GRAPH = 3  # a whole CUDA graph as one row: its kernels were not recorded
+
+
+class CopyKind(IntEnum):
+    """Direction of a copy; NONE on rows that are no copies."""
+
+    NONE = 0
+    H2D = 1
+    D2H = 2
+    D2D = 3
+    H2H = 4
+    P2P = 5
+
+
+class HostMemory(IntEnum):
+    """The host side of a copy."""
+
+    UNKNOWN = 0
+    PAGEABLE = 1
+    PINNED = 2
+
+
+class RangeKind(IntEnum):
+    """Who opened a range."""
+
+    USER = 0  # NVTX, record_function
+    STEP = 1  # ProfilerStep#N, an NVTX step range
+    PHASE = 2  # a phase that names itself: data, forward, backward, optimizer, ...
+
+
+class Phase(IntEnum):
+    """The phase of a live session in which a hit was seen."""
+
+    SITES = 0
+    LIGHT = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A table as equally long numpy columns. Subclasses name the columns; all are int64."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    def __post_init__(self) -> None:
+        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of {type(self).__name__} differ in length: {lengths}")
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls(**{f.name: np.empty(0, np.int64) for f in fields(cls)})
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Iterable[int]]) -> Self:
+        """Rows of Python integers in the order of the fields: for tests and small tables."""
+        table = np.array([tuple(row) for row in rows], np.int64).reshape(-1, len(fields(cls)))
+        return cls(**{f.name: np.ascontiguousarray(table[:, i]) for i, f in enumerate(fields(cls))})
+
+    def take(self, index: NDArray[Any]) -> Self:
+        """The rows that a mask or an index array picks."""
+        return type(self)(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    def columns(self) -> dict[str, Ints]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls(Columns):
+    """CUDA API calls on the host: launches, copies, syncs, allocations. `correlation` is -1 where unknown."""
+
+    start_ns: Ints
+    end_ns: Ints
+    thread: Ints
+    name: Ints
+    kind: Ints  # CallKind
+    correlation: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Columns):
+    """What ran on the device: kernels, copies, memsets. Several rows may share the correlation of one graph launch."""
+
+    start_ns: Ints
+    end_ns: Ints
+    device: Ints
+    stream: Ints
+    name: Ints
+    kind: Ints  # WorkKind
+    correlation: Ints  # of the launching call, -1 where unknown
+    num_bytes: Ints  # copies and memsets; -1 where unknown
+    copy: Ints  # CopyKind
+    memory: Ints  # HostMemory
+    blocks: Ints  # grid size in thread blocks; -1 where unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans(Columns):
+    """Nested host spans on a thread: ops (`aten::`) and Python frames."""
+
+    start_ns: Ints
+    end_ns: Ints
+    thread: Ints
+    name: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranges(Columns):
+    """Named ranges: NVTX, record_function, ProfilerStep."""
+
+    start_ns: Ints
+    end_ns: Ints
+    thread: Ints
+    name: Ints
+    kind: Ints  # RangeKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSyncs(Columns):
+    """`cuda_sync` rows and Nsight's SYNCHRONIZATION rows: what a sync waited for."""
+
+    start_ns: Ints
+    end_ns: Ints
+    kind: Ints  # CallKind: SYNC_* or STREAM_WAIT
+    stream: Ints  # -1 for the whole device
+    correlation: Ints  # of the host call
+    record_correlation: Ints  # of the cudaEventRecord waited for; -1 where unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hits(Columns):
+    """One row for each sync or copy that the live hooks caught. `site` indexes `Capture.sites`."""
+
+    start_ns: Ints
+    end_ns: Ints  # equal to start_ns where only the moment is known
+    thread: Ints
+    site: Ints
+    kind: Ints  # index into Capture.strings: a name of sync_kinds.KINDS
+    step: Ints  # index into Capture.steps of the same phase; -1 outside the steps
+    phase: Ints  # Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps(Columns):
+    """One row for each step (optimizer update) on the host clock."""
+
+    start_ns: Ints
+    end_ns: Ints
+    index: Ints  # the loop's own count
+    micro_batches: Ints  # 0 where unknown
+    samples: Ints  # -1 where unknown
+    complete: Ints  # 0 for a step that an exception or the end of the recording cut short
+    partial: Ints  # 1 for a step on a short batch: marked, and left out of medians
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pauses(Columns):
+    """Host pauses seen by hooks: garbage collections, waits for the next batch, worker starts."""
+
+    start_ns: Ints
+    end_ns: Ints
+    thread: Ints
+    name: Ints  # 'gc:2', 'data', 'worker-start', ...
+    step: Ints
+    amount: Ints  # objects collected, ...; -1 where it has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One line of somebody's code.
+
+    `owner`: user, torch, lightning, transformers, torchmetrics, logger, perfdoctor or python (the standard library).
+    """
+
+    file: str
+    line: int
+    function: str
+    owner: str = "user"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a call was made, innermost first.
+
+    `frame` is the line to change: the innermost line of the user's that led to the call, or, where no user frame was
+    on the stack, the innermost line outside perfdoctor. `library` is the line inside a library that made the call,
+    None where the user's line made it itself. `caller` is the next user line outwards. `exact` is False where the
+    line is that of the enclosing function (a trace knows no better).
+    """
+
+    frame: Frame
+    library: Frame | None = None
+    caller: Frame | None = None
+    text: str = ""
+    exact: bool = True
+
+    @property
+    def owner(self) -> str:
+        """Whose code made the call."""
+        return (self.library or self.frame).owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The machine and the versions, as far as the recording says. Never an environment variable."""
+
+    gpu: str = ""
+    num_gpus: int = 0
+    driver: str = ""
+    cuda: str = ""
+    torch: str = ""
+    python: str = ""
+    perfdoctor: str = ""
+    rank: int | None = None
+    world_size: int | None = None
+    launch_blocking: bool | None = None  # CUDA_LAUNCH_BLOCKING was on
+    anomaly_mode: bool | None = None
+    sync_debug_mode: int | None = None
+    num_cpus: float | None = None  # what the process may use: affinity and cgroup quota
+    num_workers: int | None = None  # of the DataLoader, where a door saw it
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    fused_optimizer: bool | None = None
+    peak_memory_bytes: int | None = None
+    memory_bytes: int | None = None  # of the GPU
+    compute_capability: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something about the recording that its reader must know: repaired, skipped, not recorded."""
+
+    code: str
+    text: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What being traced costs the host, in ns for each event. `measured` is False for the defaults.
+
+    Defaults: loops bound by the host on an H200 imply 10 to 11 us a CUDA call; full recordings imply about 3 us more
+    for every op and 0.3 us for every Python frame.
+    """
+
+    call_ns: int = 10_000
+    op_ns: int = 3_000
+    frame_ns: int = 300
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bare:
+    """Step times with nothing hooked and nothing traced: the truth that traced times are held against."""
+
+    step_ns: Ints  # (n,) CUDA-event time between step ends, or host time without CUDA
+    data_ns: Ints  # (n,) host time in the loader of the same step
+    samples: Ints  # (n,), -1 where unknown
+    micro_batches: Ints  # (n,)
+    clock: str = "cuda-event"  # or "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Measured slow-down of one phase of a live session against its bare phase."""
+
+    phase: str
+    ratio: float  # 0.02 is 2 % slower
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A recording. Tables are empty where the recorder gave nothing; `notes` says what was not recorded."""
+
+    source: str  # 'torch.profiler', 'nsys', 'session'
+    calls: Calls = field(default_factory=Calls.empty)
+    work: Work = field(default_factory=Work.empty)
+    ops: Spans = field(default_factory=Spans.empty)
+    frames: Spans = field(default_factory=Spans.empty)
+    ranges: Ranges = field(default_factory=Ranges.empty)
+    stream_syncs: StreamSyncs = field(default_factory=StreamSyncs.empty)
+    steps: Steps = field(default_factory=Steps.empty)
+    hits: Hits = field(default_factory=Hits.empty)
+    pauses: Pauses = field(default_factory=Pauses.empty)
+    strings: tuple[str, ...] = ()
+    sites: tuple[Site, ...] = ()
+    environment: Environment = field(default_factory=Environment)
+    costs: Costs = field(default_factory=Costs)
+    notes: tuple[Note, ...] = ()
+    overheads: tuple[Overhead, ...] = ()
+    bare: Bare | None = None
+    full: Capture | None = None  # the recording with names (ops, frames) beside this light one
+    path: str = ""
+
+    def text(self, index: int) -> str:
+        """The string behind a `name` or `kind` index; '' for -1."""
+        return self.strings[index] if 0 <= index < len(self.strings) else ""
+
+    def matching(self, predicate: Any) -> NDArray[np.bool_]:
+        """A mask over `strings`: True where `predicate(text)` holds. Index it with a `name` column."""
+        return np.fromiter((bool(predicate(s)) for s in self.strings), bool, len(self.strings))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the capture as one compressed file, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        target = Path(path)
+        partial = target.with_name(target.name + ".part")
+        try:
+            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr(_MANIFEST, json.dumps(self._manifest(archive, ""), allow_nan=False))
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    TABLES: ClassVar[dict[str, type[Columns]]] = {
+        "calls": Calls, "work": Work, "ops": Spans, "frames": Spans, "ranges": Ranges, "stream_syncs": StreamSyncs,
+        "steps": Steps, "hits": Hits, "pauses": Pauses,
+    }  # fmt: skip
+
+    def _manifest(self, archive: zipfile.ZipFile, prefix: str) -> dict[str, Any]:
+        for table in self.TABLES:
+            for column, values in getattr(self, table).columns().items():
+                _write_array(archive, f"{prefix}{table}.{column}.npy", values)
+        bare = None
+        if self.bare is not None:
+            for name in _BARE_COLUMNS:
+                _write_array(archive, f"{prefix}bare.{name}.npy", getattr(self.bare, name))
+            bare = self.bare.clock
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "source": self.source,
+            "strings": self.strings,
+            "sites": [asdict(site) for site in self.sites],
+            "environment": asdict(self.environment),
+            "costs": asdict(self.costs),
+            "notes": [asdict(note) for note in self.notes],
+            "overheads": [asdict(overhead) for overhead in self.overheads],
+            "bare": bare,
+            "full": self.full._manifest(archive, prefix + "full.") if self.full is not None else None,
+        }
+
+
+def is_capture(head: bytes) -> bool:
+    """Whether a file that begins with these bytes may be a saved capture (a zip archive)."""
+    return head.startswith(b"PK\x03\x04")
+
+
+def read_capture(path: str | os.PathLike[str]) -> Capture:
+    """Read a file that `Capture.save` wrote.
+
+    Raises:
+        NotATraceError: the file is an archive of something else.
+        UnsupportedTraceError: a newer perfdoctor wrote it.
+        BrokenTraceError: it is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if _MANIFEST not in archive.namelist():
+                raise NotATraceError(f"{path}: a zip archive, but no perfdoctor capture (it holds no {_MANIFEST})")
+            manifest = json.loads(archive.read(_MANIFEST))
+            version = manifest.get("schema_version")
+            if version != SCHEMA_VERSION:
+                raise UnsupportedTraceError(
+                    f"{path}: capture schema {version}; this perfdoctor reads schema {SCHEMA_VERSION}. "
+                    "Use the perfdoctor that wrote it, or record again."
+                )
+            return replace(_from_manifest(archive, manifest, ""), path=str(path))
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
+        raise BrokenTraceError(f"{path}: a damaged perfdoctor capture ({error}). Record it again.") from error
+
+
+def _from_manifest(archive: zipfile.ZipFile, manifest: dict[str, Any], prefix: str) -> Capture:
+    def columns(table: str, cls: type[Columns]) -> Columns:
+        return cls(**{f.name: _read_array(archive, f"{prefix}{table}.{f.name}.npy") for f in fields(cls)})
+
+    tables: dict[str, Any] = {name: columns(name, cls) for name, cls in Capture.TABLES.items()}
+    bare = None
+    if manifest["bare"] is not None:
+        arrays = {
+            f: _read_array(archive, f"{prefix}bare.{f}.npy") for f in ("step_ns", "data_ns", "samples", "micro_batches")
+        }
+        bare = Bare(clock=manifest["bare"], **arrays)
+    full = _from_manifest(archive, manifest["full"], prefix + "full.") if manifest["full"] else None
+    return Capture(
+        source=manifest["source"],
+        strings=tuple(manifest["strings"]),
+        sites=tuple(_site(row) for row in manifest["sites"]),
+        environment=Environment(**manifest["environment"]),
+        costs=Costs(**manifest["costs"]),
+        notes=tuple(Note(**row) for row in manifest["notes"]),
+        overheads=tuple(Overhead(**row) for row in manifest["overheads"]),
+        bare=bare,
+        full=full,
+        **tables,
+    )
+
+
+def _site(row: dict[str, Any]) -> Site:
+    frames = {key: Frame(**row[key]) if row[key] else None for key in ("frame", "library", "caller")}
+    return Site(text=row["text"], exact=row["exact"], **frames)  # type: ignore[arg-type]
+
+
+def _write_array(archive: zipfile.ZipFile, name: str, values: Ints) -> None:
+    # Times rise and repeat their high bytes: differences compress three to four times better than the values.
+    buffer = io.BytesIO()
+    np.save(buffer, np.diff(values, prepend=0).astype(np.int64), allow_pickle=False)
+    archive.writestr(name, buffer.getvalue())
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> Ints:
+    return np.cumsum(np.load(io.BytesIO(archive.read(name)), allow_pickle=False), dtype=np.int64)

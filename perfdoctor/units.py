@@ -1,0 +1,57 @@
+"""Numbers to text. No other module formats a duration, a size or a share.
+
+Inside perfdoctor times are integer nanoseconds; people read milliseconds.
+"""
+
+from __future__ import annotations
+
+NS_PER_MS = 1_000_000
+
+
+def ms(ns: float) -> float:
+    """Nanoseconds as milliseconds, rounded to a microsecond: for JSON."""
+    return round(ns / NS_PER_MS, 3)
+
+
+def format_ms(ns: float) -> str:
+    """`format_ms(5_430_000)` is '5.4 ms'. Three figures below 1 ms, one decimal above."""
+    value = ns / NS_PER_MS
+    if abs(value) >= 100:
+        return f"{value:.0f} ms"
+    if abs(value) >= 1:
+        return f"{value:.1f} ms"
+    return f"{value:.2f} ms"
+
+
+def format_duration(ns: float) -> str:
+    """A duration in the unit that a person would choose, from nanoseconds to days: '5.1 h'."""
+    steps = ((1e3, 1.0, "ns"), (1e6, 1e3, "us"), (1e9, 1e6, "ms"), (90e9, 1e9, "s"), (5400e9, 60e9, "min"))
+    for limit, unit, name in steps:
+        if abs(ns) < limit:
+            return f"{ns / unit:.3g} {name}"
+    return f"{ns / 3600e9:.1f} h"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in decimal units, as bandwidths are given: '147 MB'."""
+    for limit, unit, name in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB"), (1e12, 1e9, "GB")):
+        if abs(num_bytes) < limit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes / 1e12:.3g} TB"
+
+
+def format_share(ratio: float) -> str:
+    """A share of one as percent: '21 %', '0.4 %'."""
+    percent = 100 * ratio
+    return f"{percent:.0f} %" if abs(percent) >= 1 or percent == 0 else f"{percent:.1g} %"
+
+
+def format_rate(per_second: float, what: str) -> str:
+    """`format_rate(39.7, 'steps')` is '39.7 steps/s'."""
+    text = f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.3g}"
+    return f"{text} {what}/s"
+
+
+def format_count(number: float) -> str:
+    """A count that may be a mean: '32', '0.1', '2.5'."""
+    return f"{number:.0f}" if abs(number - round(number)) < 0.005 else f"{number:.2g}"
