@@ -280,6 +280,7 @@ class Environment:
     fused_optimizer: bool | None = None
     peak_memory_bytes: int | None = None
     memory_bytes: int | None = None  # of the GPU
+    pinned_h2d_bytes_per_s: int | None = None  # measured at the start of a live session
     compute_capability: str = ""
 
 
@@ -294,15 +295,19 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What being traced costs the host, in ns for each event. `measured` is False for the defaults.
+    """What being traced costs the host. `measured` is False for the defaults.
 
-    Defaults: loops bound by the host on an H200 imply 10 to 11 us a CUDA call; full recordings imply about 3 us more
-    for every op and 0.3 us for every Python frame.
+    `call_ns` for each CUDA call; in recordings with ops, `full_share` of every short host segment (everything in it is
+    traced: calls, ops, frames), and for each op and frame a fixed cost in long ones (a loader, a polling loop).
+    Defaults, from three host-bound loops recorded on an H200 and run bare: 0.6 to 10.5 us a CUDA call (the host itself
+    was up to twice as fast from one run to the next); 0.46 to 0.60 of the short segments of a full recording.
     """
 
-    call_ns: int = 10_000
+    call_ns: int = 5_000
     op_ns: int = 3_000
     frame_ns: int = 300
+    builtin_ns: int = 0  # frames of C functions: cheap, and a polling loop makes thousands
+    full_share: float = 0.54
     measured: bool = False
 
 

@@ -1,0 +1,59 @@
+"""Lines to paste, by the kind of call or the code of a finding. The sentence comes from `sync_kinds` or the check."""
+
+from __future__ import annotations
+
+from perfdoctor.diagnose.finding import Advice
+from perfdoctor.record.sync_kinds import KINDS
+
+_READ = (
+    "total += loss.detach()            # a device tensor; nothing waits",
+    "if step % 50 == 0:",
+    "    print(total.item() / 50); total.zero_()",
+)
+_LINES: dict[str, tuple[str, ...]] = {
+    "item": _READ,
+    "format_tensor": _READ,
+    "print_tensor": _READ,
+    "tensor_to_bool": ("value = torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))",),
+    "boolean_mask": ("loss = (per_row_loss * keep).sum() / keep.sum().clamp(min=1)",),
+    "masked_select": ("kept = torch.where(mask, x, torch.zeros_like(x))",),
+    "one_hot": ("target = F.one_hot(y, num_classes=NUM_CLASSES)",),
+    "repeat_interleave": ("x = torch.repeat_interleave(seed, reps, dim=0, output_size=KNOWN_TOTAL)",),
+    "unique": ("counts = torch.bincount(y, minlength=NUM_CLASSES)   # fixed size",),
+    "cpu": (
+        "host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)   # once",
+        "host.copy_(x, non_blocking=True); copied.record()",
+        "copied.synchronize()   # later, when the value is needed",
+    ),
+    "grad_scaler": ("with torch.autocast('cuda', torch.bfloat16):   # no GradScaler needed",),
+    "clip_grad_norm": ("torch.nn.utils.clip_grad_norm_(params, max_norm)   # error_if_nonfinite=False",),
+    "h2d_pageable": (
+        "loader = DataLoader(..., pin_memory=True)",
+        "x = x.to(device, non_blocking=True)",
+    ),
+    "h2d_blocking": (
+        "self.register_buffer('weight', torch.tensor([...]))   # once, moved by model.to(device)",
+        "scale = torch.full((), 0.07, device=x.device)         # or filled on the device",
+    ),
+    "data-wait": ("loader = DataLoader(..., num_workers=8, persistent_workers=True, pin_memory=True)",),
+    "launch-bound": ("model = torch.compile(model, mode='reduce-overhead')",),
+    "optimizer-loop": ("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)",),
+    "norm-loop": ("norm = torch.nn.utils.get_total_norm([p.grad for p in params])   # one device tensor",),
+    "scale-loop": ("torch._foreach_mul_([p.grad for p in params], scale)",),
+    "ema-loop": ("torch._foreach_lerp_(ema_params, list(model.parameters()), 1 - decay)",),
+    "garbage-collection": ("gc.collect(); gc.freeze()   # once, after warm-up",),
+    "worker-respawn": ("loader = DataLoader(..., persistent_workers=True)",),
+    "anomaly-mode": ("torch.autograd.set_detect_anomaly(False)",),
+    "no-tensor-cores": ("torch.set_float32_matmul_precision('high')",),
+    "fusion": ("model = torch.compile(model)",),
+}
+
+
+def advice_for_kind(kind: str) -> Advice:
+    """The advice for one kind of sync or copy."""
+    return Advice(text=KINDS[kind].advice, lines=_LINES.get(kind, ())) if kind in KINDS else Advice(text="")
+
+
+def advice(text: str, key: str) -> Advice:
+    """A sentence with the lines of a code."""
+    return Advice(text=text, lines=_LINES.get(key, ()))

@@ -1,0 +1,127 @@
+"""Checks `pageable-copy` and `blocking-copy`: copies to the device that hold the host back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from perfdoctor.diagnose.advice import advice_for_kind
+from perfdoctor.diagnose.attribution import SyncGroup
+from perfdoctor.diagnose.finding import Finding
+from perfdoctor.diagnose.hit_counts import hit_counts
+from perfdoctor.diagnose.host_sync import _from_hits, code_of, idle_after, what_followed, worst
+from perfdoctor.diagnose.replay import Edits
+from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.record import intervals
+from perfdoctor.record.capture import CallKind
+from perfdoctor.record.sync_kinds import BLOCKING_COPY, KINDS, PAGEABLE_COPY
+from perfdoctor.units import format_bytes
+
+# Pinned copies to a device by its generation, bytes/s: an H200 over PCIe 5 measured 51.4e9; half, a generation back.
+_PINNED_BY_CAPABILITY = (("12.", 51e9), ("10.", 51e9), ("9.", 51e9), ("8.", 25e9), ("7.", 12e9))
+_PINNED_BY_NAME = (("H200", 51e9), ("H100", 51e9), ("B200", 51e9), ("A100", 25e9), ("V100", 12e9), ("T4", 12e9))
+# Of pinned over pageable speed on an H200 (51.4 against 15.8 GB/s), where the device is not known.
+_PINNED_GAIN = 3.2
+
+
+def check_copies(review: Review) -> Iterator[Priced]:
+    """Copies from pageable memory, and copies that the host waits for though it need not."""
+    counted = {(count.kind, count.place): count for count in hit_counts(review.capture)}
+    for group in review.sync_groups:
+        if code_of(group.kind) in (PAGEABLE_COPY, BLOCKING_COPY):
+            count = counted.pop((group.kind, group.place), None) if group.place else None
+            if count is not None and not count.regular:
+                yield _from_hits(review, count)
+            else:
+                yield _copy_finding(review, group)
+    for count in counted.values():
+        if code_of(count.kind) in (PAGEABLE_COPY, BLOCKING_COPY):
+            yield _from_hits(review, count)
+
+
+def _copy_finding(review: Review, group: SyncGroup) -> Priced:
+    timeline = review.timeline
+    code = code_of(group.kind)
+    held = np.array(group.calls, np.int64)
+    copies = held[timeline.calls.kind[held] == CallKind.MEMCPY]
+    copies = np.union1d(copies, np.array(group.copies, np.int64))
+    edits, low, high = _edits(review, group, copies.tolist())
+    headroom = review.headroom(edits, low, high)
+    first, order = timeline.works_of_call
+    rows = np.concatenate([order[first[i] : first[i + 1]] for i in copies.tolist()]) if len(copies) else copies
+    size = int(timeline.work.num_bytes[rows].clip(0).sum())
+    busy = int((timeline.work.end_ns[rows] - timeline.work.start_ns[rows]).sum())
+    rate = f"{format_bytes(size / review.num_steps)} a step"
+    speed = f" at {size / max(busy, 1):.1f} GB/s" if size else ""
+    shadows = intervals.merge(
+        idle_after(review, held),
+        intervals.union(timeline.calls.start_ns[copies], timeline.calls.end_ns[copies]),
+    )
+    finding = Finding(
+        code=code,
+        severity=review.severity(headroom),
+        title=f"{KINDS[group.kind].phrase} ({rate}{speed})" if size else KINDS[group.kind].phrase,
+        kind=group.kind,
+        site=group.place,
+        count=review.per_step(len(copies)),
+        count_per_micro_batch=review.per_micro_batch(len(copies)),
+        host_blocked_ns=round(
+            int((timeline.calls.end_ns[held] - timeline.calls.start_ns[held]).sum()) / review.num_steps
+        ),
+        gpu_idle_ns=review.claim(code, shadows),
+        headroom=headroom,
+        afterwards=what_followed(review, held),
+        basis=review.basis,
+        advice=advice_for_kind(group.kind),
+        treatments=("prefetch",) if code == PAGEABLE_COPY else (),
+        evidence=worst(timeline.calls.start_ns[held], timeline.calls.end_ns[held]),
+    )
+    return Priced(finding=finding, edits=edits)
+
+
+def _edits(review: Review, group: SyncGroup, copies: list[int]) -> tuple[Edits, Edits, Edits]:
+    """Pinned and asynchronous; at least asynchronous; at most hidden behind the step before (or made on the device)."""
+    unblocked = frozenset(group.calls)
+    if group.kind == "h2d_blocking" and code_of(group.kind) == BLOCKING_COPY and _is_constant(review, copies):
+        # A constant made on the device, once: the copy and the wait are gone, what led to them mostly stays.
+        gone = Edits(unblocked=unblocked, muted=frozenset(copies))
+        return gone, Edits(unblocked=unblocked), gone
+    scales = {call: scale for call in copies if (scale := _pinned_scale(review, call)) < 1}
+    return (
+        Edits(unblocked=unblocked, work_scale=scales),
+        Edits(unblocked=unblocked),
+        Edits(unblocked=unblocked, work_scale=dict.fromkeys(copies, 0.0)),
+    )
+
+
+def _is_constant(review: Review, copies: list[int]) -> bool:
+    first, order = review.timeline.works_of_call
+    sizes = [review.timeline.work.num_bytes[order[first[i] : first[i + 1]]].sum() for i in copies]
+    return bool(sizes) and max(sizes) < 65_536
+
+
+def _pinned_scale(review: Review, call: int) -> float:
+    """Device time of the copy from pinned memory over that recorded."""
+    first, order = review.timeline.works_of_call
+    rows = order[first[call] : first[call + 1]]
+    work = review.timeline.work
+    size, busy = int(work.num_bytes[rows].sum()), int((work.end_ns[rows] - work.start_ns[rows]).sum())
+    if size <= 0 or busy <= 0:
+        return 1 / _PINNED_GAIN
+    speed = pinned_bytes_per_s(review)
+    return min(size / speed * 1e9 / busy, 1.0) if speed else 1 / _PINNED_GAIN
+
+
+def pinned_bytes_per_s(review: Review) -> float | None:
+    """How fast this device takes pinned memory: measured, or by its generation; None where neither is known."""
+    environment = review.capture.environment
+    if environment.pinned_h2d_bytes_per_s:
+        return float(environment.pinned_h2d_bytes_per_s)
+    for prefix, speed in _PINNED_BY_CAPABILITY:
+        if environment.compute_capability.startswith(prefix):
+            return speed
+    for name, speed in _PINNED_BY_NAME:
+        if name in environment.gpu:
+            return speed
+    return None

@@ -1,0 +1,166 @@
+"""Checks `data-wait` and `worker-respawn`: the host waiting for the next batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from perfdoctor.diagnose.advice import advice
+from perfdoctor.diagnose.finding import Finding, Severity
+from perfdoctor.diagnose.host_sync import worst
+from perfdoctor.diagnose.replay import Edits
+from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.record import intervals
+from perfdoctor.record.capture import Site
+from perfdoctor.record.intervals import Intervals
+from perfdoctor.units import format_ms, format_share
+
+_LOADER = re.compile(r"enumerate\(DataLoader\)|_(SingleProcess|MultiProcessing)DataLoaderIter|^data$|^dataloader", re.I)
+# Parts of a fetch in the training process, by the function that a trace with Python frames names.
+_PARTS = (
+    ("fetch", re.compile(r"__getitems?__$")),
+    ("collate", re.compile(r"\bdefault_collate$|: collate(_fn)?$")),
+    ("pin", re.compile(r"pin_memory$")),
+)
+MIN_SHARE = 0.01
+CLEAR_SHARE = 0.05  # a shorter wait that gives nothing back is a loader that keeps up
+
+
+def check_data_wait(review: Review) -> Iterator[Priced]:
+    """Time in the loader, where it exceeds 1 % of the step and gives something back, or 5 %."""
+    waits = loader_waits(review)
+    if not len(waits[0]):
+        if review.capture.bare is None or not review.capture.bare.data_ns.any():
+            review.skip("data-wait", "no mark of the loader in the recording (no DataLoader range, no session.batches)")
+        return
+    buffered = _buffered_steps(review)
+    if buffered >= review.num_steps and review.steps is not None and review.steps.known:
+        review.skip(
+            "data-wait",
+            f"the loader had {buffered} batches ready (workers x prefetch_factor) and the window holds only "
+            f"{review.num_steps} steps: record more than {buffered}",
+        )
+        return
+    waits = _after_buffer(review, waits, buffered)
+    judged = review.num_steps - buffered
+    per_step = round(intervals.total(waits) / judged)
+    if per_step < MIN_SHARE * max(review.pricing.reference_ns, 1):
+        return
+    edits = Edits(host_saved_ns=review.saved_by(waits))
+    headroom = review.headroom(edits)
+    if per_step < CLEAR_SHARE * review.pricing.reference_ns and review.severity(headroom) == Severity.MINOR:
+        return
+    finding = Finding(
+        code="data-wait",
+        severity=review.severity(headroom),
+        title=f"the host waits for the next batch{_split(review, waits)}",
+        kind="dataloader_wait",
+        site=_site(review),
+        count=len(waits[0]) / judged,
+        host_blocked_ns=per_step,
+        gpu_idle_ns=review.claim("data-wait", waits) if review.has_device else None,
+        headroom=headroom,
+        withheld="" if headroom is not None else "no device recording: what comes back needs a GPU",
+        afterwards="then the batch was used",
+        basis=review.basis,
+        advice=advice(_what_to_do(review), "data-wait"),
+        treatments=("dataloader_workers",),
+        evidence=worst(*waits),
+    )
+    yield Priced(finding=finding, edits=edits)
+
+
+def loader_waits(review: Review) -> Intervals:
+    """Host time inside the loader, within the steps."""
+    capture = review.capture
+    named = capture.matching(_LOADER.search)
+    found = intervals.EMPTY
+    for table in (capture.pauses, capture.ranges, capture.ops):
+        if len(table) and len(named):
+            chosen = named[table.name]
+            found = intervals.merge(found, intervals.union(table.start_ns[chosen], table.end_ns[chosen]))
+    return review.inside_steps(found)
+
+
+def _buffered_steps(review: Review) -> int:
+    """Steps whose batches were ready before the window: an unfinished epoch hides its loader behind them."""
+    environment = review.capture.environment
+    workers = environment.num_workers or 0
+    batches = workers * (environment.prefetch_factor or 2)
+    steps = review.steps
+    per_step = max(steps.micro_batches, 1.0) if steps is not None else 1.0
+    # A live session reaches its light window after many steps: the buffer is long used up.
+    started = int(review.capture.steps.index[0]) if len(review.capture.steps) and steps and steps.known else 0
+    return max(int(np.ceil(batches / per_step)) - started, 0) if workers else 0
+
+
+def _after_buffer(review: Review, waits: Intervals, buffered: int) -> Intervals:
+    if not buffered or review.steps is None:
+        return waits
+    return intervals.clip(waits, int(review.steps.host_start_ns[buffered]), int(review.steps.host_end_ns[-1]))
+
+
+def _split(review: Review, waits: Intervals) -> str:
+    """': fetch 80 %, collate 15 %' where Python frames tell; '' else."""
+    frames = review.capture.frames
+    if not len(frames):
+        return ""
+    total = intervals.total(waits)
+    parts = []
+    for name, pattern in _PARTS:
+        chosen = review.capture.matching(pattern.search)[frames.name]
+        inside = intervals.intersect(waits, intervals.union(frames.start_ns[chosen], frames.end_ns[chosen]))
+        share = intervals.total(inside) / total
+        if share >= 0.01:
+            parts.append(f"{name} {format_share(share)}")
+    return f": {', '.join(parts)}" if parts else ""
+
+
+def _what_to_do(review: Review) -> str:
+    workers = review.capture.environment.num_workers
+    cpus = review.capture.environment.num_cpus
+    if workers == 0:
+        return "the loader works in the training process: give it workers"
+    if workers is not None and cpus is not None and workers >= cpus:
+        return (
+            f"{workers} workers share {cpus:g} CPUs: make a sample cheaper (decode once, smaller images, fewer copies)"
+        )
+    return "give the loader more workers, or make a sample cheaper"
+
+
+def _site(review: Review) -> Site | None:
+    """The line that fetches batches, where a live session saw it."""
+    hits = review.capture.hits
+    for row in range(len(hits)):
+        if review.capture.text(int(hits.kind[row])) == "dataloader_wait":
+            return review.capture.sites[int(hits.site[row])]
+    return None
+
+
+def check_worker_respawn(review: Review) -> Iterator[Priced]:
+    """Workers started again inside the window: a new iterator each epoch without persistent_workers."""
+    capture = review.capture
+    pauses = capture.pauses
+    starts = pauses.take(capture.matching(lambda name: name == "worker-start")[pauses.name]) if len(pauses) else pauses
+    spans = review.inside_steps(intervals.union(starts.start_ns, starts.end_ns))
+    if not len(spans[0]):
+        return
+    edits = Edits(host_saved_ns=review.saved_by(spans))
+    headroom = review.headroom(edits)
+    finding = Finding(
+        code="worker-respawn",
+        severity=review.severity(headroom) if headroom else Severity.COST,
+        title=f"DataLoader workers are started again ({format_ms(float(np.median(spans[1] - spans[0])))} each time)",
+        kind="worker_respawn",
+        count=review.per_step(len(spans[0])),
+        host_blocked_ns=round(intervals.total(spans) / review.num_steps),
+        gpu_idle_ns=review.claim("worker-respawn", spans) if review.has_device else None,
+        headroom=headroom,
+        basis=review.basis,
+        advice=advice("keep the workers from epoch to epoch", "worker-respawn"),
+        treatments=("dataloader_workers",),
+        evidence=worst(*spans),
+    )
+    yield Priced(finding=finding, edits=edits)

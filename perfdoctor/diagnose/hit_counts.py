@@ -1,0 +1,76 @@
+"""How often a step each line was caught by the live hooks, and whether that is every step or now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from perfdoctor.record.capture import Capture, Hits, Phase, Site
+
+# A line hit in fewer steps than this is no per-step cost: logging every tenth step, an evaluation, a first-step set-up.
+REGULAR_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitCount:
+    """One line and kind. `steps_share`: in what share of the watched steps it was hit at all."""
+
+    kind: str
+    place: Site
+    per_step: float
+    steps_share: float
+    blocked_ns: int | None  # a step; None where the hooks knew only the moment
+    first_only: bool  # hit in the first watched step alone: set-up
+
+    @property
+    def regular(self) -> bool:
+        return self.steps_share >= REGULAR_SHARE and not self.first_only
+
+
+def hit_counts(capture: Capture) -> tuple[HitCount, ...]:
+    """All lines hit inside steps, most hits first. The phase without a profiler counts where there is one."""
+    hits = _of_one_phase(capture.hits)
+    inside = hits.take(hits.step >= 0)
+    if not len(inside):
+        return ()
+    watched = _watched_steps(capture, inside)
+    keys, which = np.unique(np.stack((inside.kind, inside.site)), axis=1, return_inverse=True)
+    counts = [_count(capture, inside.take(which.reshape(-1) == i), watched) for i in range(keys.shape[1])]
+    return tuple(sorted(counts, key=lambda count: -count.per_step))
+
+
+def _of_one_phase(hits: Hits) -> Hits:
+    for phase in (Phase.SITES, Phase.LIGHT, Phase.FULL):
+        chosen = hits.phase == phase
+        if chosen.any():
+            return hits.take(chosen)
+    return hits
+
+
+def _watched_steps(capture: Capture, inside: Hits) -> int:
+    """Steps that ran while the hooks of this phase were on: those between its first and last hit, at least."""
+    phase = int(inside.phase[0])
+    spans = capture.steps
+    reach = (int(inside.start_ns.min()), int(inside.end_ns.max()))
+    of_phase = capture.hits.phase == phase
+    start, end = int(capture.hits.start_ns[of_phase].min()), int(capture.hits.end_ns[of_phase].max())
+    start, end = min(start, reach[0]), max(end, reach[1])
+    overlapping = (spans.end_ns >= start) & (spans.start_ns <= end) & (spans.complete > 0)
+    return max(int(overlapping.sum()), len(np.unique(inside.step)), 1)
+
+
+def _count(capture: Capture, hits: Hits, watched: int) -> HitCount:
+    steps = np.unique(hits.step)
+    lengths = hits.end_ns - hits.start_ns
+    timed = bool((lengths > 0).any())
+    return HitCount(
+        kind=capture.text(int(hits.kind[0])),
+        place=capture.sites[int(hits.site[0])],
+        per_step=len(hits) / watched,
+        steps_share=len(steps) / watched,
+        blocked_ns=round(int(lengths.sum()) / watched) if timed else None,
+        first_only=watched >= 3
+        and len(steps) == 1
+        and int(steps[0]) == int(capture.hits.step[capture.hits.step >= 0].min()),
+    )

@@ -1,0 +1,111 @@
+"""Checks `allocator` and `garbage-collection`: pauses of the host that have nothing to do with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from perfdoctor.diagnose.advice import advice, advice_for_kind
+from perfdoctor.diagnose.finding import Finding, Severity
+from perfdoctor.diagnose.hit_counts import HitCount, hit_counts
+from perfdoctor.diagnose.host_sync import worst
+from perfdoctor.diagnose.replay import Edits
+from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.record import intervals
+from perfdoctor.record.capture import CallKind
+from perfdoctor.record.sync_kinds import ALLOCATOR, GARBAGE_COLLECTION
+from perfdoctor.units import format_ms
+
+
+def check_allocator(review: Review) -> Iterator[Priced]:
+    """cudaMalloc and cudaFree in steady state, and `empty_cache` that brings them about."""
+    calls = review.timeline.calls
+    first, last = review.call_range
+    index = np.arange(first, last)
+    held = index[np.isin(calls.kind[index], (CallKind.MALLOC, CallKind.FREE))]
+    emptied = [count for count in hit_counts(review.capture) if count.kind == "empty_cache" and count.regular]
+    steps_hit = len(np.unique(np.searchsorted(review.steps.host_start_ns, calls.start_ns[held]))) if review.steps else 0
+    if not emptied and (not len(held) or 2 * steps_hit < review.num_steps):
+        return
+    edits = Edits(muted=frozenset(held.tolist()))
+    headroom = review.headroom(edits) if len(held) else None
+    spans = intervals.union(calls.start_ns[held], calls.end_ns[held])
+    kind = "empty_cache" if emptied else "cuda_malloc"
+    finding = Finding(
+        code=ALLOCATOR,
+        severity=review.severity(headroom),
+        title=_allocator_title(kind, review.per_step(len(held))),
+        kind=kind,
+        site=emptied[0].place if emptied else None,
+        count=emptied[0].per_step if emptied else review.per_step(len(held)),
+        host_blocked_ns=round(intervals.total(spans) / review.num_steps) if len(held) else None,
+        gpu_idle_ns=review.claim(ALLOCATOR, spans) if review.has_device else None,
+        headroom=headroom,
+        withheld="" if headroom else "no device recording of the driver's calls",
+        basis=review.basis if len(held) else "live hooks",
+        advice=advice_for_kind(kind),
+        evidence=worst(calls.start_ns[held], calls.end_ns[held]),
+    )
+    yield Priced(finding=finding, edits=edits if len(held) else None)
+
+
+def _allocator_title(kind: str, number: float) -> str:
+    calls = f"{number:.3g} cudaMalloc/cudaFree a step"
+    if kind == "empty_cache":
+        return f"torch.cuda.empty_cache() in the loop: {calls}" if number else "torch.cuda.empty_cache() in the loop"
+    return f"the allocator goes to the driver in steady state: {calls}"
+
+
+def check_garbage_collection(review: Review) -> Iterator[Priced]:
+    """Python's collector inside the steps."""
+    capture = review.capture
+    pauses = capture.pauses
+    named = capture.matching(lambda name: name.startswith("gc:"))
+    rows = pauses.take(named[pauses.name]) if len(pauses) else pauses
+    spans = review.inside_steps(intervals.union(rows.start_ns, rows.end_ns))
+    called = [count for count in hit_counts(capture) if count.kind == "python_gc"]
+    for count in called:
+        yield _explicit(review, count)
+    per_step = intervals.total(spans) / review.num_steps
+    if per_step < 0.01 * max(review.pricing.reference_ns, 1):
+        return
+    edits = Edits(host_saved_ns=review.saved_by(spans))
+    headroom = review.headroom(edits)
+    oldest = int((rows.name == np.array([capture.strings.index("gc:2")])).sum()) if "gc:2" in capture.strings else 0
+    longest = int((spans[1] - spans[0]).max())
+    finding = Finding(
+        code=GARBAGE_COLLECTION,
+        severity=review.severity(headroom),
+        title=(
+            f"Python's garbage collector runs inside the steps "
+            f"({oldest} full collections, longest {format_ms(longest)})"
+        ),
+        kind="python_gc",
+        count=review.per_step(len(rows)),
+        host_blocked_ns=round(per_step),
+        gpu_idle_ns=review.claim(GARBAGE_COLLECTION, spans) if review.has_device else None,
+        headroom=headroom,
+        withheld="" if headroom else "no device recording: what comes back needs a GPU",
+        basis=review.basis,
+        advice=advice("move long-lived objects out of the collector's sight after warm-up", "garbage-collection"),
+        treatments=("frozen_gc",),
+        evidence=worst(*spans),
+    )
+    yield Priced(finding=finding, edits=edits)
+
+
+def _explicit(review: Review, count: HitCount) -> Priced:
+    finding = Finding(
+        code=GARBAGE_COLLECTION,
+        severity=Severity.COST if count.per_step >= 0.1 else Severity.MINOR,
+        title="gc.collect() in the loop",
+        kind="python_gc",
+        site=count.place,
+        count=count.per_step,
+        host_blocked_ns=count.blocked_ns,
+        withheld="the collections are priced together where they exceed 1 % of the step",
+        basis="live hooks",
+        advice=advice("collect at a few fixed steps", "garbage-collection"),
+    )
+    return Priced(finding=finding)

@@ -1,0 +1,166 @@
+"""Checks on how the device spends its busy time: `no-tensor-cores`, `fusion`, `exposed-communication`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from perfdoctor.diagnose.accounting import windows
+from perfdoctor.diagnose.advice import advice
+from perfdoctor.diagnose.finding import Finding
+from perfdoctor.diagnose.replay import Edits
+from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.record import intervals
+from perfdoctor.record.capture import Ints, WorkKind
+from perfdoctor.record.kernel_names import KernelClass, kernel_class, without_tensor_cores
+from perfdoctor.units import format_ms
+
+MIN_SHARE = 0.01
+# Products on tensor cores over the plain fp32 units: 2x to 16x by shape and type; tf32 on an A100 is 8x at best.
+_TENSOR_CORE_GAIN = (2.0, 4.0, 8.0)
+_FUSED_CLASSES = (KernelClass.POINTWISE, KernelClass.NORMALISATION)
+_MIN_CHAIN = 3
+
+
+def check_tensor_cores(review: Review) -> Iterator[Priced]:
+    """Matrix kernels that run on the plain arithmetic units."""
+    timeline = review.timeline
+    if not review.has_device:
+        return
+    plain = timeline.capture.matching(
+        lambda name: kernel_class(name) == KernelClass.MATRIX and without_tensor_cores(name)
+    )
+    rows = np.flatnonzero(plain[timeline.work.name] & (timeline.work.kind == WorkKind.KERNEL))
+    rows = _in_steps(review, rows)
+    spent = int((timeline.work.end_ns - timeline.work.start_ns)[rows].sum()) / review.num_steps
+    if spent < MIN_SHARE * max(review.pricing.reference_ns, 1):
+        return
+    calls = np.unique(timeline.call_of_work[rows]).tolist()
+    least, likely, most = (Edits(work_scale=dict.fromkeys(calls, 1 / gain)) for gain in _TENSOR_CORE_GAIN)
+    headroom = review.headroom(likely, least, most)
+    finding = Finding(
+        code="no-tensor-cores",
+        severity=review.severity(headroom),
+        title=f"matrix products without tensor cores ({_name(review, rows)})",
+        kind="no_tensor_cores",
+        count=review.per_step(len(rows)),
+        headroom=headroom,
+        basis=review.basis + "; products 2 to 8 times as fast",
+        advice=advice(
+            "allow TF32 (relative error about 1e-3), or bf16 autocast; keep dimensions multiples of 8",
+            "no-tensor-cores",
+        ),
+        treatments=("tf32", "bf16_autocast"),
+    )
+    yield Priced(finding=finding, edits=likely)
+
+
+def check_fusion(review: Review) -> Iterator[Priced]:
+    """Chains of pointwise and normalisation kernels that one kernel could do: the most torch.compile could give."""
+    if not review.has_device:
+        return
+    timeline = review.timeline
+    chains = _chains(review)
+    if not chains:
+        return
+    lengths = timeline.work.end_ns - timeline.work.start_ns
+    scale: dict[int, float] = {}
+    merged: set[int] = set()
+    for chain in chains:
+        # One pass over the memory of the largest of them; the others' reads and writes stay in registers.
+        kept = int(chain[np.argmax(lengths[chain])])
+        calls = timeline.call_of_work[chain]
+        merged.update(int(call) for row, call in zip(chain.tolist(), calls.tolist(), strict=True) if row != kept)
+    merged -= {int(timeline.call_of_work[chain[np.argmax(lengths[chain])]]) for chain in chains}
+    edits = Edits(dropped=frozenset(merged), work_scale=scale)
+    only_device = Edits(work_scale=dict.fromkeys(merged, 0.0))
+    headroom = review.headroom(edits, low=only_device)
+    spent = sum(int(lengths[chain].sum()) for chain in chains) / review.num_steps
+    if headroom is None or headroom.mid_ns < MIN_SHARE * review.pricing.reference_ns:
+        return
+    number = sum(len(chain) for chain in chains)
+    finding = Finding(
+        code="fusion",
+        severity=review.severity(headroom),
+        title=(
+            f"{review.per_step(number):.0f} pointwise kernels a step in {review.per_step(len(chains)):.0f} chains "
+            f"that fusion would merge"
+        ),
+        kind="fusion",
+        count=review.per_step(len(chains)),
+        headroom=headroom,
+        afterwards=f"they take {format_ms(spent)} of the device a step",
+        basis=review.basis + "; at most: each chain as its longest kernel",
+        advice=advice("torch.compile merges such chains", "fusion"),
+        treatments=("compile",),
+    )
+    yield Priced(finding=finding, edits=edits)
+
+
+def _chains(review: Review) -> list[Ints]:
+    """Work rows of kernels launched one after another that fusion could merge, at least three together."""
+    timeline = review.timeline
+    classes = [kernel_class(name) in _FUSED_CLASSES for name in timeline.capture.strings]
+    order = timeline.launch_order
+    order = order[np.isin(order, _in_steps(review, order))]
+    fusible = np.array(classes, bool)[timeline.work.name[order]] & (timeline.work.kind[order] == WorkKind.KERNEL)
+    chains, start = [], -1
+    for place, good in enumerate([*fusible.tolist(), False]):
+        if good and start < 0:
+            start = place
+        elif not good and start >= 0:
+            # Beyond some length it is a loop over tensors, which has its own check.
+            if _MIN_CHAIN <= place - start <= 4 * _MIN_CHAIN:
+                chains.append(order[start:place])
+            start = -1
+    return chains
+
+
+def check_communication(review: Review) -> Iterator[Priced]:
+    """Collectives that no compute hides."""
+    timeline = review.timeline
+    if not len(timeline.work):
+        return
+    collective = timeline.capture.matching(lambda name: kernel_class(name) == KernelClass.COMMUNICATION)
+    rows = np.flatnonzero(collective[timeline.work.name] & (timeline.work.kind == WorkKind.KERNEL))
+    if not len(rows):
+        return
+    work = timeline.work
+    spans = intervals.intersect(intervals.union(work.start_ns[rows], work.end_ns[rows]), windows(timeline))
+    others = np.setdiff1d(np.arange(len(work)), rows)
+    exposed = intervals.subtract(spans, intervals.union(work.start_ns[others], work.end_ns[others]))
+    per_step = round(intervals.total(exposed) / review.num_steps)
+    if per_step < MIN_SHARE * max(review.pricing.reference_ns, 1):
+        return
+    all_of_it = intervals.total(spans) / review.num_steps
+    calls = np.unique(timeline.call_of_work[rows])
+    edits = Edits(work_scale=dict.fromkeys(calls[calls >= 0].tolist(), 0.0))
+    headroom = review.headroom(edits)
+    finding = Finding(
+        code="exposed-communication",
+        severity=review.severity(headroom),
+        title=f"collectives that no compute hides ({_name(review, rows)})",
+        kind="exposed_communication",
+        count=review.per_step(len(rows)),
+        headroom=headroom,
+        afterwards=f"{format_ms(per_step)} of {format_ms(all_of_it)} a step are exposed",
+        basis=review.basis + "; at most: collectives free of charge",
+        advice=advice("overlap them (DDP buckets, gradient accumulation with no_sync), or look for the late rank", ""),
+        evidence=tuple((int(a), int(b)) for a, b in zip(exposed[0][:3], exposed[1][:3], strict=True)),
+    )
+    yield Priced(finding=finding, edits=edits)
+
+
+def _in_steps(review: Review, rows: Ints) -> Ints:
+    first, last = review.call_range
+    calls = review.timeline.call_of_work[rows]
+    return rows[(calls >= first) & (calls < last)]
+
+
+def _name(review: Review, rows: Ints) -> str:
+    """The commonest kernel among the rows, short."""
+    names = Counter(review.capture.text(int(name)) for name in review.timeline.work.name[rows])
+    text = names.most_common(1)[0][0]
+    return text if len(text) <= 48 else text[:45] + "..."

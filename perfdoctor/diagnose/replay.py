@@ -1,0 +1,462 @@
+"""Replay: the recorded schedule as queues, run again with one cause taken away.
+
+The host is one queue of CUDA API calls in the order of time (autograd's thread and the main one take turns; a thread
+that truly runs beside them gets a queue of its own). Every stream is a queue of device work. Edges: a launch precedes
+its work, work on one stream runs in order, an event wait holds a stream back, a sync holds the host back. Between two
+calls the host is busy for as long as the recording says, less what being traced cost it.
+
+The steps are replayed several times round and the last round counts: a loop freed from a sync needs some steps until
+its host has run ahead, and a window that ends with the loop would otherwise count the drain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perfdoctor.diagnose.dependencies import ends_before, stream_dependencies
+from perfdoctor.record.capture import CallKind, CopyKind, Costs, HostMemory, Ints, Spans
+from perfdoctor.record.timeline import LAUNCHING, SYNCS, Timeline
+
+ROUNDS = 3
+MAX_CALLS = 20_000  # a longer recording is replayed on its first steps: about 20 ms a round
+# A launch that takes longer than this waited for room in the launch queue; its own work is that of its neighbours.
+LAUNCH_BLOCKED_NS = 200_000
+# A kernel inside a CUDA graph cost 0.85 us on an H200, an eager launch 10.8 us.
+GRAPHED_LAUNCH_NS = 850
+# A host pause longer than this before a launch is work of its own (a loader, Python), which no CUDA graph takes away.
+LAUNCH_PATH_NS = 200_000
+_IDLE_START_NS = 5_000  # at least: from a launch to the start of a kernel on an idle device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edits:
+    """What to take away or change. All sets hold indices into `Timeline.calls`."""
+
+    unblocked: frozenset[int] = frozenset()  # syncs and copies that no longer hold the host back
+    muted: frozenset[int] = frozenset()  # calls that cost the host nothing and launch nothing; what led to them stays
+    dropped: frozenset[int] = frozenset()  # calls that vanish with the host time before them and their work
+    host_saved_ns: dict[int, int] = field(default_factory=dict)  # host time that vanishes before a call
+    work_scale: dict[int, float] = field(default_factory=dict)  # device time of a call's work, times this
+    graphed: frozenset[int] = frozenset()  # launches replayed by a CUDA graph: GRAPHED_LAUNCH_NS each
+
+    def __or__(self, other: Edits) -> Edits:
+        """Both taken away at once."""
+        return Edits(
+            unblocked=self.unblocked | other.unblocked,
+            muted=self.muted | other.muted,
+            dropped=self.dropped | other.dropped,
+            host_saved_ns={
+                call: self.host_saved_ns.get(call, 0) + other.host_saved_ns.get(call, 0)
+                for call in self.host_saved_ns.keys() | other.host_saved_ns.keys()
+            },
+            work_scale=self.work_scale | other.work_scale,
+            graphed=self.graphed | other.graphed,
+        )
+
+
+NOTHING = Edits()
+UNTRACED = Costs(call_ns=0, op_ns=0, frame_ns=0, full_share=0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Queue:
+    """One pass over the steps as plain lists: the interpreter walks them faster than arrays."""
+
+    lane: list[int]
+    before_ns: list[int]  # host work before the call, corrected
+    own_ns: list[int]  # host work inside the call, without waiting
+    tail_ns: list[int]  # from the end of what it waited for to the return of the call
+    kind: list[int]
+    stream: list[int]
+    event: list[int]  # record: its own number; wait: the number of the record waited for, -1 unknown
+    waits: list[bool]  # a copy that holds the host back
+    # (row, stream, latency, gap, duration, row of the work on another stream that it waits for or -1)
+    works: list[tuple[tuple[int, ...], ...]]
+    awaited: frozenset[int]  # rows whose end others wait for
+    calls: list[int]  # index into Timeline.calls
+    closing_ns: list[int]  # host work after the last call of the round, a lane each
+
+
+class Replay:
+    """Replays one timeline under edits; `period_ns` is the time of one round divided by the steps in it.
+
+    Attributes:
+        num_steps: steps in a round, or 1 where none are known.
+        steady: whether a round can follow itself (steps are known); otherwise one round is timed whole.
+    """
+
+    def __init__(self, timeline: Timeline, costs: Costs | None = None) -> None:
+        self.timeline = timeline
+        self.costs = costs or UNTRACED
+        self.rounds = _round_bounds(timeline)
+        self.steady = self.rounds.num_steps > 0
+        self.num_steps = max(self.rounds.num_steps, 1)
+        self._queue = _build(timeline, self.costs, self.rounds)
+
+    @property
+    def calls(self) -> Ints:
+        """The calls that a round replays."""
+        return np.array(self._queue.calls, np.int64)
+
+    def period_ns(self, edits: Edits = NOTHING) -> int:
+        """Time of one step (or of the whole window, where no steps are known) under the edits."""
+        ends = _run(self._queue, edits, ROUNDS if self.steady else 1)
+        length = ends[-1] - (ends[-2] if len(ends) > 1 else 0)
+        return round(length / self.num_steps)
+
+    def recorded_ns(self) -> int:
+        """What the recording says for the same round: for checking the replay against."""
+        return round(self.rounds.recorded_ns / self.num_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rounds:
+    first: int  # index into calls
+    last: int  # exclusive
+    num_steps: int  # 0: no steps known
+    lead_ns: int  # host work before the first call, when a round follows another
+    recorded_ns: int
+
+
+def _round_bounds(timeline: Timeline) -> _Rounds:
+    calls = timeline.calls
+    steps = timeline.steps
+    if steps is not None and steps.known and len(calls):
+        return _round_of_steps(timeline)
+    start, end = timeline.span
+    return _Rounds(first=0, last=_without_closing_sync(timeline), num_steps=0, lead_ns=0, recorded_ns=end - start)
+
+
+def _round_of_steps(timeline: Timeline) -> _Rounds:
+    calls, steps = timeline.calls, timeline.steps
+    assert steps is not None
+    bounds = np.searchsorted(calls.start_ns, np.append(steps.host_start_ns, steps.host_end_ns[-1]))
+    count = len(steps)
+    while count > 1 and bounds[count] - bounds[0] > MAX_CALLS:
+        count -= 1
+    first, last = int(bounds[0]), int(bounds[count])
+    begin, end = int(steps.host_start_ns[0]), int(steps.host_end_ns[count - 1])
+    lead = int(calls.start_ns[first] - begin) + int(end - calls.end_ns[first:last].max()) if last > first else 0
+    # The device's clock for the length: host bounds of a window that starts idle and ends with a queue lie. Without
+    # work before the first step its window is cut short, and the others stand for it.
+    whole = int(steps.window_end_ns[count - 1] - steps.window_start_ns[0])
+    others = int(steps.window_end_ns[count - 1] - steps.window_end_ns[0])
+    recorded = whole if steps.origin == "repetition" else round(others / max(count - 1, 1) * count)
+    recorded = recorded if count > 1 else end - begin
+    return _Rounds(first=first, last=last, num_steps=count, lead_ns=max(lead, 0), recorded_ns=recorded)
+
+
+def _without_closing_sync(timeline: Timeline) -> int:
+    """The profiler ends with a device-wide sync of its own, which is no part of the loop."""
+    count = len(timeline.calls)
+    return count - 1 if count and timeline.calls.kind[-1] == CallKind.SYNC_DEVICE else count
+
+
+def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
+    calls = timeline.calls
+    index = np.arange(rounds.first, rounds.last)
+    kind = calls.kind[index]
+    lanes, busy_until = _lanes(timeline, index)
+    before = np.maximum(calls.start_ns[index] - busy_until, 0)
+    if len(before):
+        before[0] = rounds.lead_ns
+    wait_end = _wait_ends(timeline, index)
+    start, end = calls.start_ns[index], calls.end_ns[index]
+    waited = np.clip(wait_end - start, 0, end - start)
+    tail = np.where(wait_end > 0, end - np.maximum(wait_end, start), 0)
+    tail = np.where(np.isin(kind, SYNCS), np.maximum(tail, 0), tail)
+    own = np.where(wait_end > 0, 0, end - start)
+    own = _without_queue_blocking(own, kind)
+    before, own = _less_tracing(timeline, costs, index, before, own)
+    # A staged copy returns while its last piece is still under way: its tail is negative and no cost of tracing.
+    tail = np.where(tail > 0, np.maximum(tail - costs.call_ns, np.where(waited > 0, 1_000, 0)), tail)
+    streams, events = _streams_and_events(timeline, index)
+    waits = stream_dependencies(timeline)
+    return _Queue(
+        lane=lanes.tolist(),
+        before_ns=before.tolist(),
+        own_ns=own.tolist(),
+        tail_ns=tail.tolist(),
+        kind=kind.tolist(),
+        stream=streams.tolist(),
+        event=events.tolist(),
+        waits=((wait_end > 0) & ~np.isin(kind, SYNCS)).tolist(),
+        works=_works(timeline, index, waits),
+        awaited=frozenset(waits.values()),
+        calls=index.tolist(),
+        closing_ns=[0] * (int(lanes.max()) + 1 if len(lanes) else 1),
+    )
+
+
+def _lanes(timeline: Timeline, index: Ints) -> tuple[Ints, Ints]:
+    """The queue of each call, and until when that queue was busy before it.
+
+    Threads take turns in one queue unless their calls overlap: a thread with over a tenth of its calls running inside
+    another thread's calls works beside it.
+    """
+    calls = timeline.calls
+    thread, start, end = calls.thread[index], calls.start_ns[index], calls.end_ns[index]
+    lane = np.zeros(len(index), np.int64)
+    values, counts = np.unique(thread, return_counts=True)
+    reach = np.maximum.accumulate(np.concatenate(([0], end[:-1]))) if len(end) else end
+    overlapped = start < reach
+    number = 0
+    for value, count in sorted(zip(values.tolist(), counts.tolist(), strict=True), key=lambda pair: -pair[1])[1:]:
+        mine = thread == value
+        if overlapped[mine].sum() > 0.1 * count:
+            number += 1
+            lane[mine] = number
+    until = np.zeros(len(index), np.int64)
+    for each in range(number + 1):
+        mine = np.flatnonzero(lane == each)
+        ends = np.maximum.accumulate(end[mine])
+        until[mine] = np.concatenate((start[mine][:1], ends[:-1]))
+    return lane, until
+
+
+def _wait_ends(timeline: Timeline, index: Ints) -> Ints:
+    """For every call that holds the host back, the recorded end of what it waited for; 0 for the others."""
+    calls, work = timeline.calls, timeline.work
+    result = np.zeros(len(calls), np.int64)
+    first, order = timeline.works_of_call
+    for i in blocking_copies(timeline).tolist():
+        result[i] = work.end_ns[order[first[i] : first[i + 1]]].max()
+    targets = sync_targets(timeline)
+    for i in np.flatnonzero(np.isin(calls.kind, SYNCS)).tolist():
+        last = targets.get(i, -1)
+        # Nothing to wait for: the call still returned at some time, which is all tail.
+        result[i] = work.end_ns[last] if last >= 0 else calls.start_ns[i]
+    return result[index]
+
+
+def blocking_copies(timeline: Timeline) -> Ints:
+    """Indices of the copy calls that return only when the copy is over: from or to pageable memory.
+
+    A small pageable H2D copy is staged through a driver buffer and returns early: it blocks only where the call lasted
+    through most of the copy (the last staged piece is still under way when it returns).
+    """
+    calls, work = timeline.calls, timeline.work
+    rows = np.flatnonzero((work.memory == HostMemory.PAGEABLE) & (timeline.call_of_work >= 0))
+    copying = timeline.call_of_work[rows]
+    held = 2 * (calls.end_ns[copying] - work.start_ns[rows]) > work.end_ns[rows] - work.start_ns[rows]
+    to_host = work.copy[rows] == CopyKind.D2H
+    return np.unique(copying[held | to_host])
+
+
+def sync_targets(timeline: Timeline) -> dict[int, int]:
+    """For each sync call the index of the last work that it waits for; -1 where there was none before it."""
+    calls, work = timeline.calls, timeline.work
+    syncs = np.flatnonzero(np.isin(calls.kind, SYNCS))
+    launched = timeline.launch_ns
+    by_stream = {int(s): np.flatnonzero(work.stream == s) for s in np.unique(work.stream)}
+    queues = {s: rows[np.argsort(launched[rows], kind="stable")] for s, rows in by_stream.items()}
+    streams, _ = _streams_and_events(timeline, syncs)
+    result: dict[int, int] = {}
+    for i, stream in zip(syncs.tolist(), streams.tolist(), strict=True):
+        chosen = queues if stream < 0 else {stream: queues[stream]} if stream in queues else {}
+        last = -1
+        for rows in chosen.values():
+            count = int(np.searchsorted(launched[rows], calls.start_ns[i]))
+            if count and (last < 0 or work.end_ns[rows[count - 1]] > work.end_ns[last]):
+                last = int(rows[count - 1])
+        result[i] = last
+    return result
+
+
+def _streams_and_events(timeline: Timeline, index: Ints) -> tuple[Ints, Ints]:
+    """The stream of each call (-1: unknown or the whole device) and the event it records or waits for (-1: unknown).
+
+    A recording names the stream of a sync only in its `cuda_sync` rows. Without them a stream sync waits for the stream
+    of the copy launched just before it on its thread (that is how `.item()` and `.cpu()` wait). Event waits without the
+    record's correlation (CUDA 12.9 and later give -1) wait for the newest record that went before on another stream.
+    """
+    calls, syncs = timeline.calls, timeline.capture.stream_syncs
+    stream_of: dict[int, int] = dict(zip(syncs.correlation.tolist(), syncs.stream.tolist(), strict=True))
+    record_of: dict[int, int] = dict(zip(syncs.correlation.tolist(), syncs.record_correlation.tolist(), strict=True))
+    first, order = timeline.works_of_call
+    streams = np.full(len(index), -1, np.int64)
+    events = np.full(len(index), -1, np.int64)
+    last_on_thread: dict[int, int] = {}
+    event_of_record: dict[int, int] = {}
+    newest = -1
+    wanted = {int(i): place for place, i in enumerate(index.tolist())}
+    for i, (kind, thread, correlation) in enumerate(
+        zip(calls.kind.tolist(), calls.thread.tolist(), calls.correlation.tolist(), strict=True)
+    ):
+        place = wanted.get(i, -1)
+        if first[i + 1] > first[i]:
+            last_on_thread[thread] = int(timeline.work.stream[order[first[i]]])
+        if place < 0 and kind != CallKind.EVENT_RECORD:
+            continue
+        stream = stream_of.get(correlation, -1)
+        if kind == CallKind.EVENT_RECORD:
+            newest = i
+            event_of_record[correlation] = i
+            stream = last_on_thread.get(thread, -1)
+        elif kind in (CallKind.STREAM_WAIT, CallKind.SYNC_EVENT):
+            event = event_of_record.get(record_of.get(correlation, -1), newest)
+            if place >= 0:
+                events[place] = event
+        elif kind == CallKind.SYNC_STREAM and stream < 0:
+            stream = last_on_thread.get(thread, -1)
+        if place >= 0:
+            streams[place] = stream
+            if kind == CallKind.EVENT_RECORD:
+                events[place] = i
+    return streams, events
+
+
+def _without_queue_blocking(own: Ints, kind: Ints) -> Ints:
+    launches = np.isin(kind, LAUNCHING)
+    usual = int(np.median(own[launches])) if launches.any() else 0
+    return np.where(launches & (own > LAUNCH_BLOCKED_NS), usual, own)
+
+
+def _less_tracing(timeline: Timeline, costs: Costs, index: Ints, before: Ints, own: Ints) -> tuple[Ints, Ints]:
+    """Host work less the cost of being traced, never below nothing.
+
+    The tracer runs partly before the call's recorded start and partly inside it: the gap pays first. Where ops are
+    recorded too, everything on the launch path is traced and slower by a share of itself; a long segment is work of its
+    own, slowed only by the ops and frames that it holds.
+    """
+    cost = np.full(len(index), costs.call_ns, np.int64)
+    if len(timeline.capture.ops):
+        long = before > LAUNCH_PATH_NS
+        cost = np.where(long, cost + _counted(timeline, costs, index, before), 0)
+        cost = np.where(long, cost, np.round(costs.full_share * (before + own)).astype(np.int64))
+    from_gap = np.minimum(cost, before)
+    return before - from_gap, np.maximum(own - (cost - from_gap), 0)
+
+
+def _counted(timeline: Timeline, costs: Costs, index: Ints, before: Ints) -> Ints:
+    """The cost of the ops and frames that begin or end between each call and the one before it."""
+    ends = timeline.calls.start_ns[index]
+    starts = ends - before
+    cost = np.zeros(len(index), np.int64)
+    python, builtin = _frames(timeline)
+    for table, each in (
+        (timeline.capture.ops, costs.op_ns),
+        (python, costs.frame_ns),
+        (builtin, costs.builtin_ns),
+    ):
+        if len(table) and each:
+            closed = np.sort(table.end_ns)
+            count = np.searchsorted(table.start_ns, ends) - np.searchsorted(table.start_ns, starts)
+            count += np.searchsorted(closed, ends) - np.searchsorted(closed, starts)
+            cost += (count * each) // 2
+    return cost
+
+
+def _frames(timeline: Timeline) -> tuple[Spans, Spans]:
+    """Frames of Python functions and frames of C functions."""
+    frames = timeline.capture.frames
+    builtin = timeline.capture.matching(lambda name: name.startswith("<built-in"))[frames.name]
+    return frames.take(~builtin), frames.take(builtin)
+
+
+def _works(timeline: Timeline, index: Ints, waits: dict[int, int]) -> list[tuple[tuple[int, ...], ...]]:
+    work = timeline.work
+    latency, gap = _start_costs(timeline, waits)
+    first, order = timeline.works_of_call
+    rows = list(
+        zip(
+            range(len(work)),
+            work.stream.tolist(),
+            latency.tolist(),
+            gap.tolist(),
+            (work.end_ns - work.start_ns).tolist(),
+            (waits.get(row, -1) for row in range(len(work))),
+            strict=True,
+        )
+    )
+    return [tuple(rows[k] for k in order[first[i] : first[i + 1]].tolist()) for i in index.tolist()]
+
+
+def _start_costs(timeline: Timeline, waits: dict[int, int]) -> tuple[Ints, Ints]:
+    """For each work: from its launch to its start on an idle stream, and from the end of the work before it.
+
+    What the recording shows is kept (so the recorded schedule comes out again); where it shows only the other of the
+    two, or a wait for another stream, the median of all stands in.
+    """
+    work, launch = timeline.work, timeline.launch_ns
+    previous = ends_before(timeline)
+    waited = np.zeros(len(work), bool)
+    waited[list(waits)] = True
+    plain = (timeline.call_of_work >= 0) & ~waited
+    idle = launch >= previous
+    delay, space = work.start_ns - launch, np.maximum(work.start_ns - previous, 0)
+    usual_delay = int(np.median(delay[idle & plain])) if (idle & plain).any() else _IDLE_START_NS
+    usual_space = int(np.median(space[~idle & plain])) if (~idle & plain).any() else 1_000
+    # On a single stream nothing recorded can hold work back longer than this: a stalled clock, another process. With
+    # several streams the cause was one of them, though the schedule does not say which: the delay is kept.
+    several = len(np.unique(work.stream)) > 1
+    longest_delay = np.iinfo(np.int64).max if several else 4 * usual_delay
+    longest_space = np.iinfo(np.int64).max if several else 4 * usual_space + 1_000
+    latency = np.where(idle & ~waited, np.clip(delay, 0, longest_delay), usual_delay)
+    gap = np.where(idle | waited, usual_space, np.minimum(space, longest_space))
+    return latency, gap
+
+
+def _run(queue: _Queue, edits: Edits, rounds: int) -> list[int]:
+    """The time at which each round was over on host and device."""
+    clocks = [0] * len(queue.closing_ns)
+    streams: dict[int, int] = {}
+    events: dict[int, int] = {}
+    ends: list[int] = []
+    for _ in range(rounds):
+        _run_round(queue, edits, clocks, streams, events)
+        ends.append(max(max(clocks), max(streams.values(), default=0)))
+    return ends
+
+
+def _run_round(queue: _Queue, edits: Edits, clocks: list[int], streams: dict[int, int], events: dict[int, int]) -> None:
+    unblocked, dropped, saved, scale = edits.unblocked, edits.dropped, edits.host_saved_ns, edits.work_scale
+    muted, graphed, awaited = edits.muted, edits.graphed, queue.awaited
+    ended: dict[int, int] = {}
+    syncs = frozenset(int(k) for k in SYNCS)
+    sync_device, sync_event = int(CallKind.SYNC_DEVICE), int(CallKind.SYNC_EVENT)
+    record, stream_wait = int(CallKind.EVENT_RECORD), int(CallKind.STREAM_WAIT)
+    for lane, before, own, tail, kind, stream, event, waits, works, call in zip(
+        queue.lane, queue.before_ns, queue.own_ns, queue.tail_ns, queue.kind, queue.stream, queue.event,
+        queue.waits, queue.works, queue.calls, strict=True,
+    ):  # fmt: skip
+        if call in saved:
+            before = max(before - saved[call], 0)
+        if call in dropped:
+            continue
+        if call in graphed:
+            before, own = before if before > LAUNCH_PATH_NS else 0, GRAPHED_LAUNCH_NS
+        if call in muted:
+            clocks[lane] += before
+            continue
+        now = clocks[lane] + before
+        done = 0
+        for row, on, latency, gap, duration, after in works:
+            if call in scale:
+                duration = round(duration * scale[call])
+            begin = max(now + latency, streams.get(on, -gap) + gap)
+            if after in ended:
+                begin = max(begin, ended[after])
+            done = begin + duration
+            streams[on] = done
+            if row in awaited:
+                ended[row] = done
+        now += own
+        if kind in syncs:
+            if call not in unblocked:
+                if kind == sync_device or (kind != sync_event and stream < 0):
+                    target = max(streams.values(), default=0)
+                elif kind == sync_event:
+                    target = events.get(event, 0)
+                else:
+                    target = streams.get(stream, 0)
+                now = max(now, target) + tail
+        elif waits:
+            now = max(now, done) + tail if call not in unblocked else now
+        elif kind == record:
+            events[event] = streams.get(stream, 0) if stream >= 0 else max(streams.values(), default=0)
+        elif kind == stream_wait and event in events and stream >= 0:
+            streams[stream] = max(streams.get(stream, 0), events[event])
+        clocks[lane] = now

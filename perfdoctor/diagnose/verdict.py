@@ -1,0 +1,218 @@
+"""diagnose(): one recording, or one for each rank, to a Diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from perfdoctor.diagnose.accounting import account
+from perfdoctor.diagnose.copies import check_copies
+from perfdoctor.diagnose.data_wait import check_data_wait, check_worker_respawn
+from perfdoctor.diagnose.finding import (
+    Accounting,
+    Binding,
+    Diagnosis,
+    Finding,
+    RankRow,
+    Severity,
+    Skipped,
+    StepTime,
+)
+from perfdoctor.diagnose.gradient_loop import check_gradient_loop
+from perfdoctor.diagnose.host_pauses import check_allocator, check_garbage_collection
+from perfdoctor.diagnose.host_sync import check_host_sync, check_unsynchronised_read
+from perfdoctor.diagnose.joint import with_joint_headroom
+from perfdoctor.diagnose.kernel_time import check_communication, check_fusion, check_tensor_cores
+from perfdoctor.diagnose.launch_bound import check_launch_bound, check_small_kernels, kernel_gaps, late_launches
+from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.switches import check_anomaly_mode, check_debug_switches
+from perfdoctor.record.capture import Capture
+from perfdoctor.record.timeline import Timeline
+from perfdoctor.units import format_ms
+
+Check = Callable[[Review], Iterator[Priced]]
+
+# In the order in which they may claim idle time: what is surest first, the general explanation last.
+CHECKS: tuple[Check, ...] = (
+    check_unsynchronised_read,
+    check_anomaly_mode,
+    check_debug_switches,
+    check_allocator,
+    check_garbage_collection,
+    check_worker_respawn,
+    check_data_wait,
+    check_gradient_loop,
+    check_copies,
+    check_host_sync,
+    check_communication,
+    check_launch_bound,
+    check_small_kernels,
+    check_tensor_cores,
+    check_fusion,
+)
+
+
+def diagnose(capture: Capture) -> Diagnosis:
+    """Judge one recording."""
+    review = Review(Timeline(capture))
+    priced = [each for check in CHECKS for each in check(review)]
+    if not review.has_device:
+        review.skip("milliseconds on the device", "no device work was recorded; findings tell where, not how much")
+    if review.has_device:
+        # No findings of their own: idle time whose cause is known, so that little is left unexplained.
+        review.claim("launch-gaps", late_launches(review))
+        review.claim("kernel-gaps", kernel_gaps(review))
+    accounting = account(review.timeline, review.claims)
+    findings, remarks = with_joint_headroom(review, _without_shadowed(priced))
+    step = _step_time(review)
+    return Diagnosis(
+        source=capture.path or capture.source,
+        step=step,
+        accounting=accounting,
+        binding=_binding(review, accounting, findings),
+        findings=tuple(f for f in findings if f.severity != Severity.MINOR),
+        leave_alone=tuple(f for f in findings if f.severity == Severity.MINOR),
+        skipped=tuple(Skipped(check=check, why=why) for check, why in review.skipped),
+        steps_per_s=1e9 / step.median_ns if step and step.median_ns and _steps_known(review) else None,
+        samples_per_s=_samples_per_s(review, step),
+        micro_batches=review.steps.micro_batches or None if review.steps else None,
+        environment=capture.environment,
+        notes=capture.notes,
+        overheads=capture.overheads,
+        advice=(*_remarks(review, accounting), *remarks),
+    )
+
+
+def diagnose_ranks(captures: Sequence[Capture]) -> Diagnosis:
+    """Judge several ranks of one run: the diagnosis of the slowest, with a table of all."""
+    if len(captures) == 1:
+        return diagnose(captures[0])
+    judged = [diagnose(capture) for capture in captures]
+    rows = tuple(_rank_row(i, capture, each) for i, (capture, each) in enumerate(zip(captures, judged, strict=True)))
+    slowest = max(range(len(judged)), key=lambda i: rows[i].step_ns)
+    return replace(judged[slowest], ranks=rows)
+
+
+def _rank_row(position: int, capture: Capture, diagnosis: Diagnosis) -> RankRow:
+    accounting = diagnosis.accounting
+    exposed = next((f for f in diagnosis.findings if f.code == "exposed-communication"), None)
+    return RankRow(
+        rank=capture.environment.rank if capture.environment.rank is not None else position,
+        path=capture.path,
+        step_ns=diagnosis.step.median_ns if diagnosis.step else 0,
+        busy_ratio=accounting.busy_ns / accounting.window_ns if accounting and accounting.window_ns else 0.0,
+        exposed_communication_ns=(accounting.communication_ns if accounting else 0),
+        note=exposed.title if exposed else "",
+    )
+
+
+def _steps_known(review: Review) -> bool:
+    bare = review.capture.bare
+    return bool((review.steps is not None and review.steps.known) or (bare is not None and len(bare.step_ns)))
+
+
+def _step_time(review: Review) -> StepTime | None:
+    bare, steps = review.capture.bare, review.steps
+    if bare is not None and len(bare.step_ns):
+        clock = "CUDA events" if bare.clock == "cuda-event" else "the host's clock"
+        return _quartiles(bare.step_ns, f"bare steps by {clock}")
+    if steps is None:
+        return None
+    if not steps.known:
+        return _quartiles(steps.window_end_ns - steps.window_start_ns, "the whole window: the recording marks no steps")
+    lengths = np.diff(steps.window_end_ns) if len(steps) > 2 else steps.window_end_ns - steps.window_start_ns
+    if steps.origin == "repetition":
+        return _quartiles(lengths, "turns of the launch sequence, slowed by the recorder: the recording marks no steps")
+    partial = review.capture.steps.partial[steps.index]
+    whole = lengths[partial[-len(lengths) :] == 0]
+    return _quartiles(whole if len(whole) else lengths, "recorded steps, slowed by the recorder")
+
+
+def _quartiles(lengths: np.ndarray, basis: str) -> StepTime:  # type: ignore[type-arg]
+    low, median, high = (int(v) for v in np.percentile(lengths, (25, 50, 75)))
+    return StepTime(median_ns=median, low_ns=low, high_ns=high, num_steps=len(lengths), basis=basis)
+
+
+def _samples_per_s(review: Review, step: StepTime | None) -> float | None:
+    bare = review.capture.bare
+    if bare is not None and len(bare.samples) and (bare.samples >= 0).all() and bare.step_ns.sum():
+        return float(bare.samples.sum() / bare.step_ns.sum() * 1e9)
+    steps = review.steps
+    if steps is not None and steps.known and steps.samples >= 0 and step and step.median_ns:
+        return steps.samples / step.median_ns * 1e9
+    return None
+
+
+def _binding(review: Review, accounting: Accounting | None, findings: Sequence[Finding]) -> Binding:
+    """What the loop waits for: idle time by its largest cause, busy time by its largest class."""
+    if accounting is None or not accounting.window_ns:
+        return _binding_without_device(findings)
+    idle = accounting.window_ns - accounting.busy_ns
+    if idle <= 0.25 * accounting.window_ns:
+        classes = {
+            Binding.MATRIX: accounting.matrix_ns,
+            Binding.BANDWIDTH: accounting.bandwidth_ns,
+            Binding.COPIES: accounting.copy_ns,
+            Binding.COMMUNICATION: accounting.communication_ns,
+        }
+        return max(classes, key=lambda binding: classes[binding])
+    causes = {
+        "data-wait": Binding.HOST_DATA,
+        "worker-respawn": Binding.HOST_DATA,
+        "host-sync": Binding.HOST_SYNC,
+        "pageable-copy": Binding.COPIES,
+        "blocking-copy": Binding.COPIES,
+        "launch-bound": Binding.HOST_LAUNCHING,
+        "gradient-loop": Binding.HOST_LAUNCHING,
+        "launch-gaps": Binding.HOST_LAUNCHING,
+    }
+    shares: dict[Binding, int] = {}
+    for code, taken in accounting.idle_by_code.items():
+        shares[causes.get(code, Binding.UNKNOWN)] = shares.get(causes.get(code, Binding.UNKNOWN), 0) + taken
+    shares[Binding.UNKNOWN] = shares.get(Binding.UNKNOWN, 0) + accounting.unexplained_ns
+    binding = max(shares, key=lambda each: shares[each])
+    # A sync in a loop that the host cannot outrun claims idle time and gives nothing back: the host binds that loop.
+    if binding == Binding.HOST_SYNC and not _gives_back(review, findings, "host-sync"):
+        return Binding.HOST_LAUNCHING
+    return binding
+
+
+def _gives_back(review: Review, findings: Sequence[Finding], code: str) -> bool:
+    return any(
+        f.code == code and f.headroom is not None and f.headroom.mid_ns > 0.05 * review.pricing.reference_ns
+        for f in findings
+    )
+
+
+def _binding_without_device(findings: Sequence[Finding]) -> Binding:
+    return Binding.HOST_DATA if findings and findings[0].code == "data-wait" else Binding.UNKNOWN
+
+
+def _without_shadowed(priced: Sequence[Priced]) -> list[Priced]:
+    """A run of small kernels is the same advice as a loop bound by launches: said once."""
+    codes = {each.finding.code for each in priced}
+    return [each for each in priced if each.finding.code != "small-kernels" or "launch-bound" not in codes]
+
+
+def _remarks(review: Review, accounting: Accounting | None) -> list[str]:
+    remarks = []
+    if accounting is not None and accounting.window_ns:
+        share = accounting.busy_ns / accounting.window_ns
+        if share > 0.75:
+            remarks.append("GPU busy is not GPU efficient: it says that a kernel ran, not that it ran well.")
+    steps = review.steps
+    if steps is not None and steps.origin == "repetition":
+        remarks.append(
+            f"The recording marks no steps. Its launches repeat {len(steps)} times; such a turn is taken for a step."
+        )
+    if steps is not None and not steps.known:
+        remarks.append("The recording marks no steps: all figures are for the whole window.")
+    bare = review.pricing.bare_step_ns
+    if bare and review.replayable and abs(review.pricing.step_ns / bare - 1) > 0.1:
+        remarks.append(
+            f"The replay, corrected for tracing, gives {format_ms(review.pricing.step_ns)} where the bare step took "
+            f"{format_ms(bare)}: headroom is scaled to the bare step, and less sure."
+        )
+    return remarks
