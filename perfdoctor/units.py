@@ -14,8 +14,10 @@ def ms(ns: float) -> float:
 
 
 def format_ms(ns: float) -> str:
-    """`format_ms(5_430_000)` is '5.4 ms'. Three figures below 1 ms, one decimal above."""
+    """`format_ms(5_430_000)` is '5.4 ms'. Two decimals below 1 ms, one above; what would round to 0 is '<0.01 ms'."""
     value = ns / NS_PER_MS
+    if abs(value) < 0.005:
+        return "<0.01 ms" if value else "0 ms"
     if abs(value) >= 100:
         return f"{value:.0f} ms"
     if abs(value) >= 1:
@@ -41,8 +43,10 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_share(ratio: float) -> str:
-    """A share of one as percent: '21 %', '0.4 %'."""
+    """A share of one as percent: '21 %', '0.4 %', '<0.1 %'."""
     percent = 100 * ratio
+    if 0 < abs(percent) < 0.1:
+        return "<0.1 %"
     return f"{percent:.0f} %" if abs(percent) >= 1 or percent == 0 else f"{percent:.1g} %"
 
 
@@ -55,3 +59,23 @@ def format_rate(per_second: float, what: str) -> str:
 def format_count(number: float) -> str:
     """A count that may be a mean: '32', '0.1', '2.5'."""
     return f"{number:.0f}" if abs(number - round(number)) < 0.005 else f"{number:.2g}"
+
+
+def format_part(part_ns: float, whole_ns: float) -> str:
+    """`format_part(5_400_000, 25_200_000)` is '5.4 of 25.2 ms'."""
+    return f"{format_ms(part_ns).removesuffix(' ms')} of {format_ms(whole_ns)}"
+
+
+def format_spread(low_ns: float, high_ns: float) -> str:
+    """`format_spread(4_900_000, 6_000_000)` is '4.9 to 6.0 ms'."""
+    return f"{format_ms(low_ns).removesuffix(' ms')} to {format_ms(high_ns)}"
+
+
+def format_of_day(ratio: float) -> str:
+    """A share of the step as time out of a day's run: '5.1 h of a 24 h run'."""
+    return f"{format_duration(ratio * 24 * 3600e9)} of a 24 h run"
+
+
+def format_ratio_change(ratio: float) -> str:
+    """A relative change with its sign: '+1.2 %', '-0.3 %'."""
+    return f"{100 * ratio:+.1f} %"

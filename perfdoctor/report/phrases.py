@@ -1,0 +1,215 @@
+"""The sentences of a report, in one place, so that text, HTML and JSON say the same thing.
+
+Everything here is pure: a Diagnosis or a part of it in, words out.
+"""
+
+from __future__ import annotations
+
+from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, StepTime
+from perfdoctor.record.capture import Environment, Frame, Note, Overhead
+from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
+from perfdoctor.units import (
+    format_bytes,
+    format_count,
+    format_ms,
+    format_of_day,
+    format_part,
+    format_rate,
+    format_ratio_change,
+    format_share,
+    format_spread,
+)
+
+BUSY_CAVEAT = "busy is not efficient: it only says that something ran"
+LEAVE_ALONE = "Leave alone: each would give back under 1 % of the step"
+
+_BINDINGS = {
+    Binding.HOST_LAUNCHING: "The host sets the pace: it cannot launch work as fast as the GPU finishes it",
+    Binding.HOST_DATA: "The loop waits for data: the next batch is not ready when the step wants it",
+    Binding.HOST_SYNC: "Host and GPU wait for each other: the host stops to read results, then the GPU runs dry",
+    Binding.MATRIX: "The GPU sets the pace, mostly with matrix kernels",
+    Binding.BANDWIDTH: "The GPU sets the pace, mostly moving memory",
+    Binding.COPIES: "Copies between host and GPU set the pace",
+    Binding.COMMUNICATION: "Communication between the ranks sets the pace",
+    Binding.UNKNOWN: "What binds this loop could not be told",
+}
+
+
+# Findings that sit at a line of code; where the recording does not say which, the report must not say "everywhere".
+_AT_A_LINE = frozenset(
+    (HOST_SYNC, PAGEABLE_COPY, BLOCKING_COPY, UNSYNCHRONISED_READ, ALLOCATOR, "gradient-loop", "anomaly-mode")
+)
+
+
+def busy_ratio(diagnosis: Diagnosis) -> float | None:
+    """Share of the step's window in which the device ran anything; None where it is not known."""
+    accounting = diagnosis.accounting
+    if accounting is None or accounting.window_ns <= 0:
+        return None
+    return accounting.busy_ns / accounting.window_ns
+
+
+def step_ratio(finding: Finding, step: StepTime | None) -> float | None:
+    """What comes back as a share of the step; None where the time of either is not known."""
+    if finding.headroom is None or step is None or step.median_ns <= 0:
+        return None
+    return finding.headroom.mid_ns / step.median_ns
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """What binds the loop, in one sentence."""
+    if diagnosis.accounting is None and diagnosis.findings:
+        return "No GPU was recorded: the report says where the loop waits, not how much each place costs."
+    sentence = _BINDINGS[diagnosis.binding]
+    ratio = busy_ratio(diagnosis)
+    if ratio is None:
+        return sentence + "."
+    return f"{sentence}. The GPU idles {format_share(1 - ratio)} of each step."
+
+
+def promise(diagnosis: Diagnosis) -> str:
+    """What the findings are worth, in one sentence. Never calls a loop healthy that was not timed."""
+    for finding in diagnosis.findings:
+        ratio = step_ratio(finding, diagnosis.step)
+        if ratio is None or finding.headroom is None or diagnosis.step is None:
+            continue
+        saved = format_part(finding.headroom.mid_ns, diagnosis.step.median_ns)
+        return f"{finding.code} alone would give back {saved} a step: {format_of_day(ratio)}."
+    if diagnosis.findings:
+        return "" if diagnosis.accounting is None else "What each finding costs could not be measured."
+    if diagnosis.step is None:
+        return "No step could be timed, so nothing here says that the loop is healthy."
+    return "Nothing was found that would give back 1 % of the step or more."
+
+
+def step_line(step: StepTime) -> str:
+    """'25.2 ms (24.9 to 25.8 ms, 10 bare steps by CUDA events)'."""
+    return f"{format_ms(step.median_ns)} ({format_spread(step.low_ns, step.high_ns)}, {step.num_steps} {step.basis})"
+
+
+def rates(diagnosis: Diagnosis) -> str:
+    """Throughput: '39.7 steps/s, 635 samples/s'; '' where neither is known."""
+    known = ((diagnosis.steps_per_s, "steps"), (diagnosis.samples_per_s, "samples"))
+    return ", ".join(format_rate(value, what) for value, what in known if value is not None)
+
+
+def cost(finding: Finding, step: StepTime | None) -> str:
+    """What comes back: '5.4 of 25.2 ms a step (4.9 to 6.0 ms), 21 %, 5.1 h of a 24 h run', or why it is withheld."""
+    if finding.headroom is None:
+        return f"withheld: {finding.withheld}" if finding.withheld else "not measured"
+    room = finding.headroom
+    spread = format_spread(room.low_ns, room.high_ns)
+    ratio = step_ratio(finding, step)
+    if ratio is None or step is None:
+        return f"{format_ms(room.mid_ns)} a step ({spread})"
+    return f"{format_part(room.mid_ns, step.median_ns)} a step ({spread}), {share_of_run(ratio)}"
+
+
+def short_cost(finding: Finding, step: StepTime | None) -> str:
+    """'1.1 of 25.2 ms, 4 %'; '' where it is not known."""
+    ratio = step_ratio(finding, step)
+    if finding.headroom is None or ratio is None or step is None:
+        return "" if finding.headroom is None else format_ms(finding.headroom.mid_ns)
+    return f"{format_part(finding.headroom.mid_ns, step.median_ns)}, {format_share(ratio)}"
+
+
+def share_of_run(ratio: float) -> str:
+    """'21 %, 5.1 h of a 24 h run'."""
+    return f"{format_share(ratio)}, {format_of_day(ratio)}"
+
+
+def waits(finding: Finding) -> str:
+    """The two numbers that are no savings: 'host blocked 12.3 ms a step, GPU idle because of it 5.6 ms'."""
+    known = (
+        ("host blocked", finding.host_blocked_ns),
+        ("GPU idle because of it", finding.gpu_idle_ns),
+    )
+    return ", ".join(f"{what} {format_ms(ns)}" for what, ns in known if ns is not None)
+
+
+def afterwards_label(finding: Finding) -> str:
+    """After a sync or a copy the host goes on: that is its price. Other findings have a remark there."""
+    return "afterwards" if finding.code in (HOST_SYNC, PAGEABLE_COPY, BLOCKING_COPY) else "in detail"
+
+
+def how_often(finding: Finding) -> str:
+    """'4 a step, 1 a micro-batch'; '' where it was not counted."""
+    if not finding.count:
+        return ""
+    text = f"{format_count(finding.count)} a step"
+    if finding.count_per_micro_batch is not None:
+        text += f", {format_count(finding.count_per_micro_batch)} a micro-batch"
+    return text
+
+
+def place(frame: Frame, root: str = "") -> str:
+    """`file:line` as short as it can be told apart: below `root` without it, in a library from the package on."""
+    path = frame.file.replace("\\", "/")
+    prefix = root.replace("\\", "/").rstrip("/") + "/"
+    if root and path.startswith(prefix):
+        path = path[len(prefix) :]
+    for marker in ("/site-packages/", "/dist-packages/"):
+        path = path.rpartition(marker)[2]
+    return f"{path}:{frame.line}"
+
+
+def where(finding: Finding, root: str = "") -> str:
+    """The line to change, or 'the whole step' for a finding that has no single line."""
+    if finding.site is None:
+        return "line not recorded" if finding.code in _AT_A_LINE else "the whole step"
+    text = place(finding.site.frame, root)
+    return text if finding.site.exact else f"{text} (where {finding.site.frame.function} begins, not the call)"
+
+
+def led_there(finding: Finding, root: str = "") -> str:
+    """The lines around the place: the library line that made the call and the user line that led there."""
+    site = finding.site
+    if site is None:
+        return ""
+    parts = []
+    if site.library is not None:
+        parts.append(f"inside {site.library.owner}, {place(site.library, root)}")
+    if site.caller is not None:
+        parts.append(f"called from {place(site.caller, root)}")
+    return "; ".join(parts)
+
+
+def what(finding: Finding) -> str:
+    """'host-sync: reads a device value'; errors say that results may be wrong."""
+    mark = "ERROR, results may be wrong. " if finding.severity is Severity.ERROR else ""
+    return f"{mark}{finding.code}: {finding.title}"
+
+
+def machine(environment: Environment) -> str:
+    """'NVIDIA H200, torch 2.11.0, CUDA 13.0, driver 580.1'; '' where the recording says nothing."""
+    gpu = environment.gpu
+    if environment.num_gpus > 1 and gpu:
+        gpu = f"{environment.num_gpus} x {gpu}"
+    parts = [gpu]
+    for name, value in (("torch", environment.torch), ("CUDA", environment.cuda), ("driver", environment.driver)):
+        parts.append(f"{name} {value}" if value else "")
+    return ", ".join(part for part in parts if part)
+
+
+def memory(environment: Environment) -> str:
+    """'peak 31.2 GB of 141 GB'; '' where it was not recorded."""
+    if environment.peak_memory_bytes is None:
+        return ""
+    text = f"peak {format_bytes(environment.peak_memory_bytes)}"
+    return f"{text} of {format_bytes(environment.memory_bytes)}" if environment.memory_bytes else text
+
+
+def overhead(phase: Overhead) -> str:
+    """'sites +1.2 % (+0.4 % to +2.1 %)'."""
+    spread = f"{format_ratio_change(phase.low)} to {format_ratio_change(phase.high)}"
+    return f"{phase.phase} {format_ratio_change(phase.ratio)} ({spread})"
+
+
+def note(row: Note) -> str:
+    """The text of a note, with its count where the text does not say it."""
+    return f"{row.text} ({row.count} times)" if row.count > 1 and str(row.count) not in row.text else row.text
+
+
+def plural(number: int, noun: str) -> str:
+    """'1 place', '3 places'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

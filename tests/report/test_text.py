@@ -1,0 +1,141 @@
+"""The page of text: what a person must find on it, and that nothing of it is garbled."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Severity
+from perfdoctor.record.capture import Frame, Site
+from perfdoctor.report.lines import cut, wrapped
+from perfdoctor.report.shares import shares
+from perfdoctor.report.text import WIDTH, render_text
+
+ROOT = "/home/ann/run"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def test_page_leads_with_what_binds_the_loop_and_what_comes_back(diagnosis: Diagnosis) -> None:
+    page = render_text(diagnosis, root=ROOT)
+    head = " ".join(page.split("\n\n")[1].split())
+    assert "Host and GPU wait for each other" in head
+    assert "The GPU idles 36 % of each step." in head  # 9 of 25 ms
+    assert "host-sync alone would give back 5.4 of 25.2 ms a step: 5.1 h of a 24 h run." in head
+
+
+def test_first_finding_shows_place_source_and_the_three_numbers_apart(diagnosis: Diagnosis) -> None:
+    page = render_text(diagnosis, root=ROOT)
+    assert "1  train.py:84   running_loss += loss.item()" in page
+    assert "(4 a step, 1 a micro-batch)" in page
+    assert "5.4 of 25.2 ms a step (4.9 to 6.0 ms), 21 %, 5.1 h of a 24 h run" in page
+    assert "host blocked 12.3 ms, GPU idle because of it 5.6 ms" in page
+    assert "prepared the next batch for 5.2 ms" in page
+
+
+def test_lines_to_paste_keep_their_indentation(diagnosis: Diagnosis) -> None:
+    lines = render_text(diagnosis).splitlines()
+    first, second = (next(line for line in lines if text in line) for text in ("if step %", "print(running_loss"))
+    assert second.index("print") - first.index("if") == 4
+
+
+def test_fourth_finding_is_short_and_minor_ones_are_one_line(diagnosis: Diagnosis) -> None:
+    page = render_text(diagnosis, root=ROOT)
+    fourth = page[page.index("4  train.py:90") : page.index("Leave alone")]
+    assert len(fourth.strip().splitlines()) <= 4
+    assert "0.60 of 25.2 ms, 2 %" in fourth
+    leave = page[page.index("Leave alone") : page.index("Where a step goes")].strip().splitlines()
+    assert leave[1:] == ["   train.py:102  host-sync: reads a device value, 0.1 a step"]
+
+
+def test_where_a_step_goes_adds_up(diagnosis: Diagnosis) -> None:
+    page = render_text(diagnosis)
+    table = page[page.index("Where a step goes") :].split("\n\n")[0].splitlines()[1:]
+    assert sum(float(re.search(r"([\d.]+) ms", row)[1]) for row in table) == pytest.approx(25.0)  # type: ignore[index]
+    assert sum(int(re.search(r"(\d+) %", row)[1]) for row in table) == 100  # type: ignore[index]
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=5, max_size=5), st.dictionaries(st.text(), st.integers(1, 10**9)))
+def test_shares_add_up_to_the_window(busy: list[int], idle: dict[str, int]) -> None:
+    matrix, bandwidth, copy, communication = busy[:4]  # the fifth are kernels of no class
+    accounting = Accounting(
+        window_ns=sum(busy) + sum(idle.values()) + 7,
+        busy_ns=sum(busy),
+        matrix_ns=matrix,
+        bandwidth_ns=bandwidth,
+        copy_ns=copy,
+        communication_ns=communication,
+        idle_by_code=idle,
+        unexplained_ns=7,
+    )
+    assert sum(row.time_ns for row in shares(accounting)) == accounting.window_ns
+
+
+@pytest.mark.parametrize("width", [60, 80, 96, 120])
+def test_no_line_is_wider_than_the_page(diagnosis: Diagnosis, width: int) -> None:
+    paste = {line.strip() for f in diagnosis.findings if f.advice for line in f.advice.lines}
+    for line in render_text(diagnosis, width=width, root=ROOT).splitlines():
+        assert len(line) <= width or line.strip() in paste
+
+
+def test_coloured_page_is_the_plain_page_with_colours(diagnosis: Diagnosis) -> None:
+    coloured = render_text(diagnosis, colour=True, root=ROOT)
+    assert ANSI.search(coloured)
+    stripped = [line.rstrip() for line in ANSI.sub("", coloured).splitlines()]
+    assert stripped == render_text(diagnosis, root=ROOT).splitlines()
+
+
+def test_plain_page_has_no_control_characters(diagnosis: Diagnosis) -> None:
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", render_text(diagnosis))
+
+
+def test_a_loop_that_was_not_timed_is_never_called_healthy(diagnosis: Diagnosis) -> None:
+    empty = Diagnosis(source="t.json", step=None, accounting=None, binding=Binding.UNKNOWN, findings=(), leave_alone=())
+    page = " ".join(render_text(empty).split())
+    assert "could not be told" in page
+    assert "nothing here says that the loop is healthy" in page
+    timed = replace(diagnosis, findings=())
+    assert "Nothing was found that would give back 1 %" in render_text(timed)
+
+
+def test_a_reason_that_several_findings_share_is_said_once(diagnosis: Diagnosis) -> None:
+    reason = "there is no GPU here, so no milliseconds"
+    findings = tuple(replace(f, headroom=None, withheld=reason) for f in diagnosis.findings)
+    page = render_text(replace(diagnosis, findings=findings, accounting=None))
+    assert page.count(reason) == 1
+    single = replace(diagnosis, findings=(findings[0], *diagnosis.findings[1:]))
+    assert f"withheld: {reason}" in render_text(single)
+
+
+def test_errors_say_that_results_may_be_wrong(diagnosis: Diagnosis) -> None:
+    wrong = replace(diagnosis.findings[0], severity=Severity.ERROR, code="unsynchronised-read")
+    assert "ERROR, results may be wrong. unsynchronised-read" in render_text(replace(diagnosis, findings=(wrong,)))
+
+
+def test_library_calls_name_both_lines_and_inexact_sites_say_so(diagnosis: Diagnosis) -> None:
+    site = Site(
+        frame=Frame(file="/home/ann/run/train.py", line=7, function="fit"),
+        library=Frame(file="/x/site-packages/torch/nn/utils/clip_grad.py", line=88, function="clip", owner="torch"),
+        text="clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)",
+        exact=False,
+    )
+    page = render_text(replace(diagnosis, findings=(replace(diagnosis.findings[0], site=site),)), root=ROOT)
+    assert "train.py:7 (where fit begins, not the call)" in page
+    assert "inside torch, torch/nn/utils/clip_grad.py:88" in page
+
+
+def test_ranks_are_a_table(diagnosis: Diagnosis, rank_rows: tuple) -> None:  # type: ignore[type-arg]
+    lines = render_text(replace(diagnosis, ranks=rank_rows)).splitlines()
+    head = next(i for i, line in enumerate(lines) if "exposed communication" in line)
+    row = lines[head + 2]
+    assert row.split() == ["1", "31.0", "ms", "90", "%", "0", "ms", "slowest"]
+
+
+def test_long_source_text_is_cut_and_long_words_are_not_broken() -> None:
+    assert cut("abcdef", 4) == "abc…"
+    assert cut("abcd", 4) == "abcd"
+    path = "/very/long/" + "x" * WIDTH
+    assert any(path in line[1][0] for line in wrapped(f"see {path} there", 60))
