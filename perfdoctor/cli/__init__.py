@@ -1,0 +1,102 @@
+"""The command line: one verb a file, and `main`, the only place that prints or exits.
+
+Exit codes: 0 done, 1 `--gate` exceeded, 2 wrong use or unreadable input, 3 perfdoctor itself failed (a bug),
+130 interrupted. `perfdoctor run` gives back the script's own exit code where that is not 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from perfdoctor.cli.output import Outcome, write_whole
+from perfdoctor.errors import PerfDoctorError, UsageError
+from perfdoctor.version import VERSION
+
+# Each verb is the module of its name, imported when it is used: `analyze` must not pay for `run`.
+_VERBS = {
+    "run": "run a training script and say which lines make it slow",
+    "check": "find every sync of a training step without a GPU, and hold it against a budget",
+    "analyze": "say the same of a trace: torch.profiler, Nsight Systems or a saved capture",
+    "env": "GPU, driver, versions, and whether the tools of a kernel author work here",
+}
+
+
+def script_main() -> NoReturn:
+    """The entry point `perfdoctor`."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb and return the exit code. Errors made by the caller are one line on standard error."""
+    try:
+        outcome = _execute(argv)
+        return _deliver(outcome)
+    except (PerfDoctorError, OSError) as error:
+        _complain(_one_line(error))
+        return 2
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code if isinstance(stop.code, int) else 2
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except Exception:
+        traceback.print_exc()
+        _complain("this is a bug in perfdoctor; please report it with the lines above")
+        return 3
+
+
+def _execute(argv: Sequence[str]) -> Outcome:
+    verb, *rest = argv or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        return Outcome(text=_usage())
+    if verb == "--version":
+        return Outcome(text=f"perfdoctor {VERSION}\n")
+    if verb not in _VERBS:
+        raise UsageError(f"no verb {verb!r}; there are {', '.join(_VERBS)} (perfdoctor --help says more)")
+    outcome: Outcome = import_module(f"perfdoctor.cli.{verb}").execute(rest)
+    return outcome
+
+
+def _usage() -> str:
+    rows = "".join(f"  {verb:<9}{summary}\n" for verb, summary in _VERBS.items())
+    return (
+        "usage: perfdoctor VERB ...\n\n"
+        f"{rows}\nperfdoctor VERB --help lists a verb's options.\n"
+        "Exit codes: 0 done, 1 --gate exceeded, 2 wrong use or unreadable input, 3 a bug in perfdoctor.\n"
+    )
+
+
+def _deliver(outcome: Outcome) -> int:
+    if outcome.path:
+        write_whole(outcome.path, outcome.text)
+        _complain(f"wrote {outcome.path}")
+    else:
+        _show(outcome.text)
+    for message in outcome.messages:
+        _complain(message)
+    return outcome.exit_code
+
+
+def _show(text: str) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`head`) has seen enough. Python would flush again at exit and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str) -> None:
+    print(f"perfdoctor: {message}", file=sys.stderr, flush=True)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or error}"
+    return " ".join(str(error).split()) or type(error).__name__

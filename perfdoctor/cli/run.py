@@ -1,0 +1,154 @@
+"""`perfdoctor run [options] script.py args...`: an unmodified script, watched.
+
+Everything after the script (or after `-m module`) belongs to the script. Its own output is left alone; the report comes
+after it. Where there is no GPU the script sees an emulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, deliver
+from perfdoctor.cli.progress import progress
+from perfdoctor.errors import UsageError
+from perfdoctor.record.capture import Capture, Note
+
+_EMULATED = Note(
+    code="emulated-device",
+    text="no GPU here: the script ran on an emulated CUDA device. Lines and counts are those of a GPU, times "
+    "are those of the CPU.",
+)
+
+# Own options that take no value. All others take one: the word after them is not the script.
+_FLAGS = frozenset({"--keep-going", "-h", "--help"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """The words of a command line, split: perfdoctor's own options, the target, and what belongs to the script."""
+
+    own: tuple[str, ...]
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+
+
+def execute(argv: Sequence[str]) -> Outcome:
+    """Run the script, then diagnose what was recorded. The script's own exit code wins where it is not 0.
+
+    Raises:
+        UsageError: wrong options, no such script, or no torch.
+        OSError: the recording or the report cannot be written.
+    """
+    command = split_command(argv)
+    options = _parser().parse_args(command.own)
+    if not command.target:
+        raise UsageError(
+            "no script: perfdoctor run [options] script.py args..., or -m module (--help lists the options)"
+        )
+    check_output(options.output)
+    check_output(options.save)
+    capture, exit_code = _watch(command, options)
+    rank = capture.environment.rank or 0
+    options.output, options.save = for_rank(options.output, rank), for_rank(options.save, rank)
+    messages = []
+    if options.save:
+        capture.save(options.save)
+        messages.append(f"saved the recording in {options.save}")
+    if exit_code != 0:
+        messages.append(f"the script ended with exit code {exit_code}")
+    outcome = _diagnosed(capture, command.target, options)
+    # Under torchrun every rank comes here: one speaks, all write their files.
+    text = outcome.text if outcome.path or rank == 0 else ""
+    return replace(
+        outcome, text=text, exit_code=exit_code or outcome.exit_code, messages=(*messages, *outcome.messages)
+    )
+
+
+def for_rank(path: str, rank: int) -> str:
+    """The file of a rank: `report.json` of rank 0, `report.rank1.json` of rank 1."""
+    return path if rank == 0 or not path else str(Path(path).with_suffix(f".rank{rank}{Path(path).suffix}"))
+
+
+def split_command(argv: Sequence[str]) -> Command:
+    """Where perfdoctor's own options end: at the first word that is no option, at `-m`, or after `--`."""
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-m", "--"):
+        takes_value = argv[at] not in _FLAGS and "=" not in argv[at]
+        at += 2 if takes_value else 1
+    own, rest = tuple(argv[:at]), tuple(argv[at:])
+    if rest[:1] == ("--",):
+        rest = rest[1:]
+    module = rest[:1] == ("-m",)
+    rest = rest[1:] if module else rest
+    return Command(own=own, target=rest[0] if rest else "", module=module, arguments=rest[1:])
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="perfdoctor run",
+        usage="perfdoctor run [options] script.py args...\n       perfdoctor run [options] -m module args...",
+        allow_abbrev=False,
+        description="Run a training script and say which lines make it slow.",
+    )
+    parser.add_argument("--warmup", type=_count, default=5, metavar="N", help="steps before anything is measured (5)")
+    parser.add_argument("--active", type=_count, default=10, metavar="N", help="steps in each phase (10)")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="let the script run to its end, unwatched, instead of stopping it"
+    )
+    parser.add_argument("--save", metavar="FILE", default="", help="keep the recording; perfdoctor analyze reads it")
+    add_output_options(parser)
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)  # argparse turns the ValueError into a complaint
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least one step is needed")
+    return value
+
+
+def _watch(command: Command, options: argparse.Namespace) -> tuple[Capture, int]:
+    """The recording and the script's exit code."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
+    from perfdoctor.doors.script import ScriptOptions, run_script
+
+    with nullcontext() if torch.cuda.is_available() else _emulated() as device:
+        run = run_script(
+            command.target,
+            command.arguments,
+            ScriptOptions(
+                module=command.module,
+                warmup=options.warmup,
+                active=options.active,
+                keep_going=options.keep_going,
+                hits=None if device is None else device.log,
+            ),
+        )
+    notes = () if device is None else (_EMULATED, *device.notes)
+    return replace(run.capture, notes=(*run.capture.notes, *notes)), run.exit_code
+
+
+def _emulated() -> Any:
+    from perfdoctor.emulate import emulate_cuda
+
+    print("perfdoctor: no GPU here: the script sees an emulated CUDA device", file=sys.stderr, flush=True)
+    return emulate_cuda()
+
+
+def _diagnosed(capture: Capture, target: str, options: argparse.Namespace) -> Outcome:
+    from perfdoctor.diagnose import diagnose
+    from perfdoctor.report.page import Report
+
+    with progress("diagnosing"):
+        report = Report.of(replace(diagnose(capture), source=target))
+    return deliver(report, options)

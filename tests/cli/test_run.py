@@ -1,0 +1,181 @@
+"""`perfdoctor run`: an unmodified script in a process of its own, watched, stopped and reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from perfdoctor.cli.run import Command, for_rank, split_command
+from perfdoctor.report.json import schema
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """\
+import argparse, atexit
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--format", default="none")
+parser.add_argument("--steps", type=int, default=100_000)
+options = parser.parse_args()
+atexit.register(print, "atexit ran")
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = torch.nn.Linear(8, 8).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+total = 0.0
+print("format", options.format)
+try:
+    for step in range(options.steps):
+        loss = model(torch.ones(4, 8, device=device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        {inside}
+    print("ran to the end")
+finally:
+    print("finally ran")
+"""
+ITEM_LINE = 1 + SCRIPT.splitlines().index("        total += loss.item()")
+QUICK = ("--warmup", "2", "--active", "3")
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "perfdoctor", "run", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def write(folder: Path, inside: str = "pass") -> Path:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(inside=inside))
+    return path
+
+
+def lines_found(document: dict) -> dict[int, str]:  # type: ignore[type-arg]
+    rows = document["findings"] + document["leave_alone"]
+    return {row["site"]["line"]: row["code"] for row in rows if row["site"] is not None}
+
+
+def test_script_keeps_its_options_and_output_and_the_line_is_found(tmp_path: Path) -> None:
+    script, report, saved = write(tmp_path), tmp_path / "report.json", tmp_path / "loop.perfdoctor"
+    done = run(
+        *QUICK,
+        "--format",
+        "json",
+        "-o",
+        str(report),
+        "--save",
+        str(saved),
+        str(script),
+        "--format",
+        "mine",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    # Its own option came through, it was stopped before its end, and its clean-up ran.
+    assert done.stdout.splitlines() == ["format mine", "finally ran", "atexit ran"]
+    document = json.loads(report.read_text())
+    jsonschema.validate(document, schema())
+    assert lines_found(document)[ITEM_LINE] == "host-sync"
+    analyzed = subprocess.run(
+        [sys.executable, "-m", "perfdoctor", "analyze", "--format", "json", str(saved)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert analyzed.returncode == 0, analyzed.stderr
+    assert lines_found(json.loads(analyzed.stdout)) == lines_found(document)
+
+
+def test_module_runs_to_its_end_with_keep_going(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = run(*QUICK, "--keep-going", "-m", "train", "--steps", "60", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ran to the end" in done.stdout
+    assert f"train.py:{ITEM_LINE}" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_code_of_the_script_wins(tmp_path: Path) -> None:
+    script = write(tmp_path, "if step == 1: raise SystemExit(7)")
+    done = run(*QUICK, "--gate", "0", str(script), cwd=tmp_path)
+    assert done.returncode == 7
+    assert "finally ran" in done.stdout
+    assert "exit code 7" in done.stderr
+
+
+def test_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    script = write(tmp_path, "if step == 1: raise RuntimeError('of the script')")
+    done = run(*QUICK, str(script), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "RuntimeError: of the script" in done.stderr
+    assert "perfdoctor/doors" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="with a GPU the gate can judge")
+def test_gate_that_cannot_judge_does_not_pass(tmp_path: Path) -> None:
+    done = run(*QUICK, "--gate", "5", str(write(tmp_path)), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--gate could not judge" in done.stderr
+
+
+def test_under_torchrun_one_rank_speaks_and_each_writes_its_file(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "perfdoctor",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "run", *QUICK, "--save", "loop.perfdoctor", str(write(tmp_path))],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("perfdoctor: ") == 1
+    assert sorted(path.name for path in tmp_path.glob("*.perfdoctor")) == ["loop.perfdoctor", "loop.rank1.perfdoctor"]
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "expected"), [("r.json", 0, "r.json"), ("", 3, ""), ("a/r.json", 2, "a/r.rank2.json")]
+)
+def test_files_of_ranks(path: str, rank: int, expected: str) -> None:
+    assert for_rank(path, rank) == expected
+
+
+@pytest.mark.parametrize("target", [("no_such.py",), ("-m", "no_such_module"), (".",)])
+def test_no_such_script_is_one_line(tmp_path: Path, target: tuple[str, ...]) -> None:
+    done = run(*target, cwd=tmp_path)
+    assert done.returncode == 2
+    complaints = [line for line in done.stderr.splitlines() if "no GPU here" not in line]
+    assert len(complaints) == 1
+    assert target[-1] in complaints[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "target", "module", "arguments"),
+    [
+        ("train.py", "", "train.py", False, ""),
+        ("train.py --warmup 3 -o x", "", "train.py", False, "--warmup 3 -o x"),
+        ("--warmup 3 train.py --lr 1", "--warmup 3", "train.py", False, "--lr 1"),
+        ("--warmup=3 --keep-going train.py", "--warmup=3 --keep-going", "train.py", False, ""),
+        ("-o out.txt -m pkg.train --epochs 2 -m x", "-o out.txt", "pkg.train", True, "--epochs 2 -m x"),
+        ("--keep-going -- -odd.py -- a", "--keep-going", "-odd.py", False, "-- a"),
+        ("train.py -- --help", "", "train.py", False, "-- --help"),
+        ("--help", "--help", "", False, ""),
+        ("--warmup", "--warmup", "", False, ""),
+        ("-m", "", "", True, ""),
+    ],
+)
+def test_split(argv: str, own: str, target: str, module: bool, arguments: str) -> None:
+    expected = Command(own=tuple(own.split()), target=target, module=module, arguments=tuple(arguments.split()))
+    assert split_command(argv.split()) == expected

@@ -1,0 +1,50 @@
+"""The public surface: adding or losing a name is a decision, made here."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import perfdoctor
+from perfdoctor.diagnose.finding import Diagnosis
+
+NAMES = [
+    "Accounting", "Advice", "Binding", "BrokenTraceError", "Capture", "CaptureError", "Diagnosis", "Environment",
+    "Finding", "Frame", "Headroom", "NotATraceError", "PerfDoctorError", "Report", "Session", "SessionError",
+    "Severity", "Site", "Skipped", "StepTime", "SyncBudgetExceeded", "UnsupportedTraceError", "UsageError", "analyze",
+    "emulate_cuda", "load_capture", "watch",
+]  # fmt: skip
+
+
+def test_public_names() -> None:
+    assert sorted(perfdoctor.__all__) == sorted(["__version__", *NAMES])
+    assert set(NAMES) <= set(dir(perfdoctor))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(perfdoctor, name).__name__ == name
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'wacth'"):
+        _ = perfdoctor.wacth  # type: ignore[attr-defined]
+
+
+def test_watch_stays_the_function_when_its_folder_is_imported() -> None:
+    from perfdoctor.doors.session import watch
+
+    assert "perfdoctor.watch" in sys.modules  # the folder of that name
+    assert perfdoctor.watch is watch
+
+
+def test_report_is_what_analyze_promises() -> None:
+    assert issubclass(perfdoctor.Report, Diagnosis)
+
+
+def test_version_is_the_package_s() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert perfdoctor.__version__ == project["version"]
