@@ -1,0 +1,312 @@
+"""`python -m perfdoctor.bench.norm`: the norm of all gradients, ours against PyTorch's ways, on one machine in one run.
+
+GPU time is that of a CUDA graph's replay, divided by the calls in it; wall time is from the call to its completion.
+Gradients that fit into the L2 cache are read from there, as they are by every rival in the same row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfdoctor.bench.gradient_sets import GRADIENT_SETS, SMALL_SETS, GradientSet
+from perfdoctor.bench.measurement import Measurement, measure
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Row = dict[str, Any]
+VENDOR_BANDWIDTH = 4.8e12
+_COMPILED_TENSORS = range(100, 150)  # torch.compile of thousands of norms takes minutes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m perfdoctor.bench.norm", description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    parser.add_argument("--only", help="only the sets whose name contains this")
+    parser.add_argument("--sweep", action="store_true", help="try chunk lengths and programs a multiprocessor instead")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes long to compile)")
+    options = parser.parse_args(arguments)
+    sets = [chosen for chosen in _sets_here() if options.only is None or options.only in chosen.name]
+    work = _sweep if options.sweep else _measure_set
+    bandwidth = _guarded({}, "read bandwidth", _read_bandwidth)
+    rows = []
+    for chosen in sets:
+        rows.append(work(chosen, not options.no_compile, bandwidth))
+        print(_lines(rows[-1]), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"read_bandwidth": bandwidth, "sets": rows}, indent=1), "utf-8")
+    print(_table(rows, bandwidth) if not options.sweep else "")
+    return 1 if any(row["errors"] for row in rows) else 0
+
+
+def _sets_here() -> tuple[GradientSet, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return SMALL_SETS
+    free, _ = torch.cuda.mem_get_info()
+    return tuple(chosen for chosen in GRADIENT_SETS if 2.2 * _num_bytes(chosen) < free)
+
+
+def _num_bytes(chosen: GradientSet) -> int:
+    return sum(math.prod(shape) for shape in chosen.shapes()) * (2 if chosen.bfloat16 else 4)
+
+
+def _guarded(row: Row, name: str, work: Callable[[], Any]) -> Any:
+    """A failure is a line of the table, not its end."""
+    try:
+        return work()
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        row.setdefault("errors", []).append(f"{name}: {type(error).__name__}: {str(error)[:500]}")
+        return None
+
+
+def _settle() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _read_bandwidth() -> float | None:
+    """Bytes a second of torch's own sum over 4 GB."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    block = torch.randn(1 << 30, device="cuda")
+    time = _gpu_time("sum", lambda: block.sum(), 5)
+    return 4 * block.numel() / (time.median_ns * 1e-9)
+
+
+def _gpu_time(name: str, run: Callable[[], object], per_graph: int) -> Measurement:
+    """GPU time of one `run`, by replay of a graph of several."""
+    replay = _graph_of(run, per_graph)
+    return measure(name, replay, _settle, repeats=20, per_run=per_graph)
+
+
+def _graph_of(run: Callable[[], object], count: int) -> Callable[[], object]:
+    import torch
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        run()
+    _settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [run() for _ in range(count)]
+    replay: Callable[[], object] = graph.replay
+    return lambda: (replay(), kept)[0]
+
+
+def _measure_set(chosen: GradientSet, compiles: bool, bandwidth: float | None) -> Row:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    row: Row = {"name": chosen.name, "bytes": _num_bytes(chosen), "errors": [], "measurements": []}
+    row["floor_us"] = 1e6 * row["bytes"] / bandwidth if bandwidth else None
+    row["targets_us"] = {"GPU": chosen.gpu_us, "fixed": chosen.fixed_us, "verified": chosen.verified_us}
+    parameters = _guarded(row, chosen.name, lambda: chosen.parameters(device))
+    if parameters is None:
+        return row
+    row["tensors"] = len(parameters)
+    for name, work in _candidates(parameters, row["bytes"], compiles, device):
+        measurement = _guarded(row, name, work)
+        if measurement is not None:
+            row["measurements"].append(_as_json(name, measurement))
+    row.update(_guarded(row, "accuracy", partial(_accuracy, parameters)) or {})
+    parameters.clear()
+    if device == "cuda":
+        from perfdoctor.kernels.launch_route import TABLES
+
+        TABLES.clear()
+        torch.cuda.empty_cache()
+    return row
+
+
+def _as_json(name: str, measurement: Measurement) -> Row:
+    times = [round(ns / 1e3, 3) for ns in measurement.times_ns]
+    return {"name": name, "median_us": measurement.median_ns / 1e3, "spread": measurement.spread, "times_us": times}
+
+
+def _candidates(
+    parameters: list[nn.Parameter], num_bytes: int, compiles: bool, device: str
+) -> list[tuple[str, Callable[[], Measurement]]]:
+    """What is measured: name, and the work that measures it. `GPU` and `graph` need a device."""
+    import torch
+
+    from perfdoctor.kernels.grad_stats import clip_grad_norm_, grad_norm, grad_stats
+
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("grad_norm", lambda: grad_norm(parameters)),
+        ("grad_stats", lambda: grad_stats(named)),
+        # A negative norm scales on every call, and leaves the gradients as large as they are after the first.
+        ("clip, clipping", lambda: clip_grad_norm_(parameters, -1.0)),
+        ("clip, not needed", lambda: clip_grad_norm_(parameters, 1e9)),
+        ("foreach_norm", lambda: torch.nn.utils.get_total_norm(gradients)),
+        ("torch clip_grad_norm_", lambda: torch.nn.utils.clip_grad_norm_(parameters, -1.0)),
+    ]
+    if device == "cuda":
+        calls.insert(1, ("grad_norm, CUDA C++", lambda: grad_norm(parameters, kernel="cuda")))
+    if compiles and len(parameters) in _COMPILED_TENSORS and device == "cuda":
+        compiled = torch.compile(torch.nn.utils.get_total_norm)
+        calls.append(("torch.compile", lambda: compiled(gradients)))
+    per_graph = max(2, min(20, int(2e8 // num_bytes)))
+    repeats = 30 if num_bytes < 1e9 else 10
+    work: list[tuple[str, Callable[[], Measurement]]] = []
+    for name, call in calls:
+        work.append((f"{name} | wall", _wall_work(name, call, repeats)))
+        if device == "cuda":
+            work.append((f"{name} | GPU", _gpu_work(name, call, per_graph)))
+    if device == "cuda":
+        work.append(("grad_norm | fixed", _fixed_work(lambda: grad_norm(parameters), repeats)))
+    work.append(("loop | wall", _wall_work("loop", lambda: _loop(gradients), 5)))
+    work.append(("loop + item | wall", _wall_work("loop + item", lambda: _loop_item(gradients), 3)))
+    return work
+
+
+def _wall_work(name: str, call: Callable[[], object], repeats: int) -> Callable[[], Measurement]:
+    return lambda: measure(name, call, _settle, repeats=repeats)
+
+
+def _gpu_work(name: str, call: Callable[[], object], per_graph: int) -> Callable[[], Measurement]:
+    return lambda: _gpu_time(name, call, per_graph)
+
+
+def _fixed_work(call: Callable[[], object], repeats: int) -> Callable[[], Measurement]:
+    """Wall time where the table is fixed: the replay of a graph that holds one call."""
+    return lambda: measure("fixed", _graph_of(call, 1), _settle, repeats=max(repeats, 30))
+
+
+def _loop(gradients: list[Tensor]) -> Tensor:
+    import torch
+
+    norm: Tensor = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    return norm
+
+
+def _loop_item(gradients: list[Tensor]) -> float:
+    return math.sqrt(sum(gradient.norm().item() ** 2 for gradient in gradients))
+
+
+def _accuracy(parameters: list[nn.Parameter]) -> Row:
+    """Relative errors against float64, and whether repeats agree bit for bit."""
+    import torch
+
+    from perfdoctor.kernels.grad_stats import grad_norm
+
+    square = 0.0
+    for parameter in parameters:
+        if parameter.grad is not None:
+            for piece in torch.split(parameter.grad.reshape(-1), 1 << 27):
+                square += float(piece.double().square().sum())
+    exact = math.sqrt(square)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    ours = grad_norm(parameters)
+    repeated = all(torch.equal(ours, grad_norm(parameters)) for _ in range(3))
+    theirs = torch.nn.utils.get_total_norm(gradients)
+    return {
+        "relative_error": abs(float(ours) / exact - 1),
+        "torch_relative_error": abs(float(theirs) / exact - 1),
+        "same_bits": repeated,
+    }
+
+
+def _sweep(chosen: GradientSet, compiles: bool, bandwidth: float | None) -> Row:
+    """GPU time of the norm for chunk lengths and programs a multiprocessor."""
+    from perfdoctor.kernels.work_list import PACK, TILE
+
+    row: Row = {"name": chosen.name, "bytes": _num_bytes(chosen), "errors": [], "measurements": []}
+    row["floor_us"] = 1e6 * row["bytes"] / bandwidth if bandwidth else None
+    parameters: list[Tensor] = list(chosen.parameters("cuda"))
+    for groups in (1, 2, 4, 8, 16, 32):
+        for programs in (2, 3, 4, 8):
+            name = f"{groups * PACK * TILE * 4 // 1024} KiB chunks, {programs} programs | GPU"
+            variant = partial(_variant, parameters, row["bytes"], groups * PACK * TILE, programs)
+            measurement = _guarded(row, name, variant)
+            if measurement is not None:
+                row["measurements"].append(_as_json(name, measurement))
+    return row
+
+
+def _variant(parameters: list[Tensor], num_bytes: int, words: int, programs: int) -> Measurement:
+    import torch
+
+    from perfdoctor.kernels import pointer_table, triton_launch, walker
+
+    rows = walker.gather_rows(parameters, False)
+    assert rows is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    table = pointer_table.build_table(rows, device, pointer_table.current_stream(device), words)
+    table.per_multiprocessor = programs
+    _settle()
+
+    def call() -> object:
+        table.launches.clear()  # what was prepared belongs to the stream of before
+        return triton_launch.norm(table, pointer_table.L2, 1.0)
+
+    return _gpu_time("norm", call, max(2, min(20, int(2e8 // num_bytes))))
+
+
+def _lines(row: Row) -> str:
+    """One set: every figure, with its spread, bandwidth and the floor."""
+    lines = [f"{row['name']}: {row['bytes'] / 1e6:.1f} MB, {row.get('tensors', '')} tensors, floor "
+             f"{row['floor_us']:.1f} us" if row["floor_us"] else row["name"]]  # fmt: skip
+    for measurement in row["measurements"]:
+        rate = row["bytes"] / measurement["median_us"] / 1e6
+        lines.append(f"  {measurement['name']:<44} {measurement['median_us']:>10.1f} us  +-{measurement['spread']:.0%}"
+                     f"  {rate:6.2f} TB/s")  # fmt: skip
+    if "relative_error" in row:
+        lines.append(f"  relative error {row['relative_error']:.1e} (torch {row['torch_relative_error']:.1e}), "
+                     f"repeats agree bit for bit: {row['same_bits']}")  # fmt: skip
+    lines += [f"  FAILED {error}" for error in row["errors"]]
+    return "\n".join(lines)
+
+
+def _table(rows: list[Row], bandwidth: float | None) -> str:
+    """The summary: times in us, what they should be at most in brackets."""
+    read = f"; torch's sum reads {bandwidth / 1e12:.2f} TB/s; {_walk()}" if bandwidth else ""
+    heads = ("floor", "GPU", "wall, fixed", "wall, verified", "stats GPU", "clip GPU", "torch: norm GPU", "norm wall",
+             "clip GPU", "clip wall")  # fmt: skip
+    names = ("grad_stats | GPU", "clip, clipping | GPU", "foreach_norm | GPU", "foreach_norm | wall",
+             "torch clip_grad_norm_ | GPU", "torch clip_grad_norm_ | wall")  # fmt: skip
+    lines = ["", f"medians in us (at most){read}", f"{'gradients':<17}" + "".join(f"{head:>17}" for head in heads)]
+    for row in rows:
+        found = {measurement["name"]: measurement["median_us"] for measurement in row["measurements"]}
+        targets = row.get("targets_us", {})
+        cells = [
+            _cell(row["floor_us"], None),
+            _cell(found.get("grad_norm | GPU"), targets.get("GPU")),
+            _cell(found.get("grad_norm | fixed"), targets.get("fixed")),
+            _cell(found.get("grad_norm | wall"), targets.get("verified")),
+            *(_cell(found.get(name), None) for name in names),
+        ]
+        lines.append(f"{row['name']:<17}" + "".join(f"{cell:>17}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _walk() -> str:
+    from perfdoctor.kernels.walker import compiled_walker
+
+    return "pointers are walked in C++" if compiled_walker() is not None else "pointers are walked in Python"
+
+
+def _cell(value: float | None, target: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if target is None else f"{value:.1f} ({target:g}{'' if value <= target else ' !'})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,124 @@
+"""The compiled walk says what the Python walk says, and neither ever says that a moved gradient has not moved."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from perfdoctor.kernels import walker
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    module = walker.compiled_walker()
+    if module is None:
+        pytest.skip("no C++ compiler")
+    return module
+
+
+def items() -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for index, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.float32)):
+        parameter = nn.Parameter(torch.zeros(index + 2, 3, dtype=dtype))
+        parameter.grad = torch.randn(index + 2, 3).to(dtype)
+        parameters.append(parameter)
+    parameters[3].grad = None
+    leaf = torch.zeros(4, requires_grad=True)
+    leaf.grad = torch.ones(4)
+    return [*parameters, leaf, torch.ones(5, 6).t(), torch.zeros(0)]
+
+
+@pytest.mark.parametrize("always_grad", [False, True])
+def test_both_walks_agree(compiled: Any, always_grad: bool) -> None:
+    chosen = items()
+    rows = walker.gather_rows_in_python(chosen, always_grad)
+    assert rows is not None
+    assert torch.equal(compiled.gather(chosen, always_grad), rows)
+    assert compiled.matches(chosen, always_grad, rows)
+
+
+def test_a_row(compiled: Any) -> None:
+    chosen = items()
+    rows = compiled.gather(chosen, False)
+    assert rows[1].tolist() == [chosen[1].grad.data_ptr(), 9, 1 | walker.OF_PARAMETER]  # type: ignore[union-attr]
+    assert rows[3].tolist() == [0, 0, walker.NO_GRADIENT]
+    assert rows[5].tolist() == [chosen[5].data_ptr(), 30, 0]  # a gradient itself: transposed, but without holes
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.ones(4, 4)[:, ::2],
+        torch.ones(1).expand(3),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch._neg_view(torch.ones(2)),
+    ],
+    ids=["holes", "overlap", "float64", "sparse", "meta", "pending minus"],
+)
+def test_what_needs_python_is_left_to_it(compiled: Any, odd: Tensor) -> None:
+    assert compiled.gather([odd], False) is None
+    assert walker.gather_rows_in_python([odd], False) is None
+
+
+def test_a_subclass_is_left_to_python(compiled: Any) -> None:
+    class Marked(Tensor):
+        pass
+
+    marked = torch.ones(2).as_subclass(Marked)
+    assert compiled.gather([marked], False) is None
+    assert walker.gather_rows_in_python([marked], False) is None
+
+
+@pytest.mark.parametrize("walks_in_python", [False, True])
+def test_every_change_is_seen(compiled: Any, walks_in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if walks_in_python:
+        monkeypatch.setattr(walker, "compiled_walker", lambda: None)
+    chosen = items()
+    rows = walker.gather_rows(chosen, False)
+    assert rows is not None
+    assert walker.rows_match(chosen, False, rows)
+    old = chosen[0].grad
+    assert old is not None
+    for change in (None, old.clone(), old.half(), old[:1], old.t()[:, :1]):
+        if (change is not None and change.shape != old.shape) or (change is not None and change.dtype != old.dtype):
+            chosen[0].grad = None
+            chosen[0].data = torch.zeros_like(change)
+        chosen[0].grad = change
+        assert not walker.rows_match(chosen, False, rows)
+        chosen[0].grad = None
+        chosen[0].data = torch.zeros_like(old)
+        chosen[0].grad = old
+        assert walker.rows_match(chosen, False, rows)
+    assert not walker.rows_match(chosen[:-1], False, rows)
+    assert not walker.rows_match([chosen[1], chosen[0], *chosen[2:]], False, rows)
+    old.data = old.clone()  # the same object in other memory
+    assert not walker.rows_match(chosen, False, rows)
+
+
+def test_versions_are_bumped(compiled: Any) -> None:
+    chosen = items()[:4]
+    before = [item.grad._version if item.grad is not None else math.nan for item in chosen]
+    compiled.bump_versions(chosen)
+    after = [item.grad._version if item.grad is not None else math.nan for item in chosen]
+    assert after[:3] == [version + 1 for version in before[:3]]
+
+
+def test_without_a_compiler_python_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(walker, "load_extension", fail)
+    walker.compiled_walker.cache_clear()
+    try:
+        assert walker.compiled_walker() is None
+        rows = walker.gather_rows([torch.ones(3)], False)
+        assert rows is not None
+        assert rows.tolist()[0][1:] == [3, 0]
+    finally:
+        walker.compiled_walker.cache_clear()
