@@ -12,18 +12,26 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perfdoctor.diagnose.replay import blocking_copies
 from perfdoctor.record import owners
-from perfdoctor.record.capture import CallKind, CopyKind, Frame, HostMemory, Ints, Phase, Site, Spans
+from perfdoctor.record.capture import CallKind, Capture, CopyKind, Frame, HostMemory, Ints, Phase, Site, Spans
+from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, KINDS, PAGEABLE_COPY
 from perfdoctor.record.timeline import SYNCS, Timeline
 
 # Folders under which libraries appear in traces, which name files from their package on.
 _LIBRARY_FOLDERS = frozenset(
     ("torch", "triton", "pytorch_lightning", "lightning", "transformers", "accelerate", "torchmetrics", "wandb", "tqdm")
 )
-# A hook fires just before the call; a traced call may start this much later.
-_HIT_REACH_NS = 5_000_000
+# torch hands a sync warning over when its C++ function returns; one from backward, when backward() does.
+_HIT_REACH_NS = 100_000_000
+_MOST_HITS = 64
+# A hit that names the other direction (a read that also sends its index) is the call's where it comes at once.
+_NEAR_NS = 1_000_000
+
+# Codes of hits that are a sync or a copy; others mark a line, a collection, a race.
+_WAITING = (HOST_SYNC, PAGEABLE_COPY, BLOCKING_COPY, ALLOCATOR)
 
 # Innermost first: what the op that encloses a sync says of its kind.
 _KIND_OF_OP = (
@@ -55,31 +63,38 @@ def sync_groups(timeline: Timeline, first: int, last: int) -> tuple[SyncGroup, .
     calls = timeline.calls
     blocking = set(blocking_copies(timeline).tolist())
     pageable = set(_pageable_copies(timeline).tolist())
-    wanted = np.isin(calls.kind, SYNCS)
+    syncs, launches = frozenset(map(int, SYNCS)), (int(CallKind.LAUNCH), int(CallKind.GRAPH_LAUNCH))
+    memcpy = int(CallKind.MEMCPY)
     places = _Places(timeline)
     groups: dict[tuple[str, Site | None], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     copy_before: dict[int, int] = {}
-    for i in range(first, last):
-        thread = int(calls.thread[i])
-        if calls.kind[i] == CallKind.MEMCPY:
+    for i, kind, thread in zip(
+        range(first, last), calls.kind[first:last].tolist(), calls.thread[first:last].tolist(), strict=True
+    ):
+        if kind == memcpy:
             copy_before[thread] = i
             if i in blocking or i in pageable:
                 held, copies = groups[places.of(i, i)]
                 held.append(i)
                 copies.append(i)
-        elif wanted[i]:
+        elif kind in syncs:
             copy = copy_before.pop(thread, -1)
             held, copies = groups[places.of(i, copy)]
             held.append(i)
             if copy >= 0:
                 copies.append(copy)
-        elif calls.kind[i] in (CallKind.LAUNCH, CallKind.GRAPH_LAUNCH):
+        elif kind in launches:
             copy_before.pop(thread, None)
     found = (
-        SyncGroup(kind=kind, place=place, calls=tuple(held), copies=tuple(dict.fromkeys(copies)))
-        for (kind, place), (held, copies) in groups.items()
+        SyncGroup(kind=meaning, place=place, calls=tuple(held), copies=tuple(dict.fromkeys(copies)))
+        for (meaning, place), (held, copies) in groups.items()
     )
     return tuple(sorted(found, key=lambda group: -len(group.calls)))
+
+
+def _of_code(capture: Capture, *codes: str) -> NDArray[np.bool_]:
+    """A mask over strings: kinds of these codes. A kind that this version does not know is a sync."""
+    return capture.matching(lambda text: (KINDS[text].code if text in KINDS else HOST_SYNC) in codes)
 
 
 def _pageable_copies(timeline: Timeline) -> Ints:
@@ -96,25 +111,40 @@ class _Places:
         capture = timeline.capture
         hits = capture.hits
         live = np.flatnonzero(np.isin(hits.phase, (Phase.LIGHT, Phase.FULL)))
-        self.hits = live[np.argsort(hits.start_ns[live], kind="stable")]
-        self.hit_starts = hits.start_ns[self.hits]
+        live = live[_of_code(capture, *_WAITING)[hits.kind[live]]] if len(live) else live
+        self.hits = live[np.argsort(hits.end_ns[live], kind="stable")]
+        self.hit_ends = hits.end_ns[self.hits]
+        self.copies_to_device = _of_code(capture, PAGEABLE_COPY, BLOCKING_COPY)
         self.ops = _Enclosing(capture.ops)
         self.frames = _Enclosing(capture.frames)
         self._sites: dict[str, Site | None] = {}
 
     def of(self, call: int, copy: int) -> tuple[str, Site | None]:
-        hit = self._hit(copy if copy >= 0 else call)
+        hit = self._hit(call, copy)
         if hit >= 0:
             capture = self.timeline.capture
             return capture.text(int(capture.hits.kind[hit])), capture.sites[int(capture.hits.site[hit])]
         return self._kind(call, copy), self._place(call)
 
-    def _hit(self, call: int) -> int:
-        start = int(self.timeline.calls.start_ns[call])
-        place = int(np.searchsorted(self.hit_starts, start, side="right")) - 1
-        if place < 0 or start - int(self.hit_starts[place]) > _HIT_REACH_NS:
-            return -1
-        return int(self.hits[place])
+    def _hit(self, call: int, copy: int) -> int:
+        """The first fitting hit that came in at or after the end of the call; -1 where none did soon."""
+        hits, end = self.timeline.capture.hits, int(self.timeline.calls.end_ns[call])
+        to_device = self._copy(copy)[0] == CopyKind.H2D
+        first = int(np.searchsorted(self.hit_ends, end, side="left"))
+        near = -1
+        for place in range(first, min(first + _MOST_HITS, len(self.hits))):
+            hit, late = int(self.hits[place]), int(self.hit_ends[place]) - end
+            if late > _HIT_REACH_NS:
+                break
+            if hits.start_ns[hit] < hits.end_ns[hit]:
+                # It knows how long its own call took: this one, or another.
+                if hits.start_ns[hit] <= end:
+                    return hit
+            elif self.copies_to_device[hits.kind[hit]] == to_device:
+                return hit
+            elif near < 0 and late <= _NEAR_NS:
+                near = hit
+        return near
 
     def _kind(self, call: int, copy: int) -> str:
         timeline = self.timeline

@@ -71,10 +71,9 @@ def _copy_finding(review: Review, group: SyncGroup) -> Priced:
         ),
         gpu_idle_ns=review.claim(code, shadows),
         headroom=headroom,
-        afterwards=what_followed(review, held),
+        afterwards=what_followed(review, held, group.place),
         basis=review.basis,
         advice=advice_for_kind(group.kind),
-        treatments=("prefetch",) if code == PAGEABLE_COPY else (),
         evidence=worst(timeline.calls.start_ns[held], timeline.calls.end_ns[held]),
     )
     return Priced(finding=finding, edits=edits)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from perfdoctor.diagnose.advice import advice
-from perfdoctor.diagnose.finding import Finding, Severity
+from perfdoctor.diagnose.finding import Finding, Headroom, Severity
 from perfdoctor.diagnose.host_sync import worst
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
@@ -49,7 +49,9 @@ def check_data_wait(review: Review) -> Iterator[Priced]:
     if per_step < MIN_SHARE * max(review.pricing.reference_ns, 1):
         return
     edits = Edits(host_saved_ns=review.saved_by(waits))
-    headroom = review.headroom(edits)
+    # The steps that used up the buffer waited for nothing: what the others waited is theirs alone.
+    share = review.num_steps / judged
+    headroom = _scaled(review.headroom(edits), share)
     if per_step < CLEAR_SHARE * review.pricing.reference_ns and review.severity(headroom) == Severity.MINOR:
         return
     finding = Finding(
@@ -60,16 +62,22 @@ def check_data_wait(review: Review) -> Iterator[Priced]:
         site=_site(review),
         count=len(waits[0]) / judged,
         host_blocked_ns=per_step,
-        gpu_idle_ns=review.claim("data-wait", waits) if review.has_device else None,
+        gpu_idle_ns=round(share * review.claim("data-wait", waits)) if review.has_device else None,
         headroom=headroom,
         withheld="" if headroom is not None else "no device recording: what comes back needs a GPU",
         afterwards="then the batch was used",
         basis=review.basis,
         advice=advice(_what_to_do(review), "data-wait"),
-        treatments=("dataloader_workers",),
         evidence=worst(*waits),
     )
     yield Priced(finding=finding, edits=edits)
+
+
+def _scaled(headroom: Headroom | None, share: float) -> Headroom | None:
+    if headroom is None:
+        return None
+    low, mid, high = (round(share * each) for each in (headroom.low_ns, headroom.mid_ns, headroom.high_ns))
+    return Headroom(low_ns=low, mid_ns=mid, high_ns=high)
 
 
 def loader_waits(review: Review) -> Intervals:
@@ -93,7 +101,7 @@ def _buffered_steps(review: Review) -> int:
     per_step = max(steps.micro_batches, 1.0) if steps is not None else 1.0
     # A live session reaches its light window after many steps: the buffer is long used up.
     started = int(review.capture.steps.index[0]) if len(review.capture.steps) and steps and steps.known else 0
-    return max(int(np.ceil(batches / per_step)) - started, 0) if workers else 0
+    return max(int(np.ceil(batches / per_step)) - started, 0) if workers and steps and steps.known else 0
 
 
 def _after_buffer(review: Review, waits: Intervals, buffered: int) -> Intervals:
@@ -160,7 +168,6 @@ def check_worker_respawn(review: Review) -> Iterator[Priced]:
         headroom=headroom,
         basis=review.basis,
         advice=advice("keep the workers from epoch to epoch", "worker-respawn"),
-        treatments=("dataloader_workers",),
         evidence=worst(*spans),
     )
     yield Priced(finding=finding, edits=edits)

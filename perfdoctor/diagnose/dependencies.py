@@ -1,22 +1,41 @@
-"""Which work waited for work on another stream, read off the schedule itself.
+"""What waited for what: work for work on another stream, and syncs for work, read off the schedule where need be.
 
 A recording rarely says what an event wait waited for: event records are filtered out, and on CUDA 12.9 and later their
 correlation is -1. But work that waited starts when what it waited for ends, much later than its launch and the work
-before it on its own stream explain.
+before it on its own stream explain; and a host that waited goes on when what it waited for ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
 import numpy as np
 
-from perfdoctor.record.capture import Ints
-from perfdoctor.record.timeline import Timeline
+from perfdoctor.record.capture import CallKind, Ints
+from perfdoctor.record.timeline import SYNCS, Timeline
+
+_Answer = TypeVar("_Answer")
 
 # A delay above this is not the latency of a launch; the end of the awaited work lies at most this far before the start.
 UNEXPLAINED_NS = 30_000
 _SIGNAL_NS = 30_000
 
 
+def once_per_timeline(function: Callable[[Timeline], _Answer]) -> Callable[[Timeline], _Answer]:
+    """Remembers a function's answer for as long as the timeline lives: several replays are built on one."""
+    known: WeakKeyDictionary[Timeline, _Answer] = WeakKeyDictionary()
+
+    def answer(timeline: Timeline) -> _Answer:
+        if timeline not in known:
+            known[timeline] = function(timeline)
+        return known[timeline]
+
+    return answer
+
+
+@once_per_timeline
 def stream_dependencies(timeline: Timeline) -> dict[int, int]:
     """For each work that waited for another stream, the work that it waited for. Indices into `Timeline.work`."""
     work, launch = timeline.work, timeline.launch_ns
@@ -55,3 +74,108 @@ def ends_before(timeline: Timeline) -> Ints:
         rows = np.flatnonzero(work.stream == stream)
         previous[rows] = np.concatenate(([0], np.maximum.accumulate(work.end_ns[rows])[:-1]))
     return previous
+
+
+@once_per_timeline
+def sync_targets(timeline: Timeline) -> dict[int, int]:
+    """For each sync call the index of the last work that it waits for; -1 where there was none before it."""
+    calls, work = timeline.calls, timeline.work
+    syncs = np.flatnonzero(np.isin(calls.kind, SYNCS))
+    streams = streams_and_events(timeline)[0][syncs]
+    last = np.full(len(syncs), -1, np.int64)
+    for stream, rows in _launched_on(timeline).items():
+        before = np.searchsorted(timeline.launch_ns[rows], calls.start_ns[syncs])
+        newest = rows[np.maximum(before - 1, 0)]
+        chosen = (before > 0) & ((streams < 0) | (streams == stream))
+        chosen &= (last < 0) | (work.end_ns[newest] > work.end_ns[last])
+        last = np.where(chosen, newest, last)
+    return dict(zip(syncs.tolist(), last.tolist(), strict=True)) | event_targets(timeline)
+
+
+@once_per_timeline
+def event_targets(timeline: Timeline) -> dict[int, int]:
+    """For each event sync the index of the work that it waits for; -1 where it found that work over.
+
+    Where the recording names the event's record, the last work launched before that on its stream; else the work that
+    ended while the host waited and just before it went on.
+    """
+    calls, work, launch = timeline.calls, timeline.work, timeline.launch_ns
+    streams, events = streams_and_events(timeline)
+    launched = _launched_on(timeline)
+    by_end = np.argsort(work.end_ns, kind="stable")
+    ends = work.end_ns[by_end]
+    found: dict[int, int] = {}
+    for i in np.flatnonzero(calls.kind == CallKind.SYNC_EVENT).tolist():
+        record, start, end = int(events[i]), int(calls.start_ns[i]), int(calls.end_ns[i])
+        found[i] = -1
+        if record >= 0:
+            rows = launched.get(int(streams[record]), by_end[:0])
+            before = int(np.searchsorted(launch[rows], calls.start_ns[record]))
+            found[i] = int(rows[before - 1]) if before else -1
+            continue
+        place = int(np.searchsorted(ends, end, side="right")) - 1
+        while place >= 0 and ends[place] > start and end - ends[place] <= _SIGNAL_NS:
+            if launch[by_end[place]] < start:
+                found[i] = int(by_end[place])
+                break
+            place -= 1
+    return found
+
+
+def _launched_on(timeline: Timeline) -> dict[int, Ints]:
+    """For each stream its work in the order of launch."""
+    work, launch = timeline.work, timeline.launch_ns
+    by_stream = {int(s): np.flatnonzero(work.stream == s) for s in np.unique(work.stream)}
+    return {s: rows[np.argsort(launch[rows], kind="stable")] for s, rows in by_stream.items()}
+
+
+@once_per_timeline
+def streams_and_events(timeline: Timeline) -> tuple[Ints, Ints]:
+    """The stream of each call (-1: unknown or the whole device) and the event it records or waits for (-1: unknown).
+
+    Shapes (num_calls,). An event goes by the index of the call that records it. A recording names the stream of a sync
+    only in its `cuda_sync` rows. Without them a stream sync waits for the stream of the copy launched just before it on
+    its thread (that is how `.item()` and `.cpu()` wait). Event waits of streams without the record's correlation (CUDA
+    12.9 and later give -1) wait for the newest record that went before.
+    """
+    calls, syncs = timeline.calls, timeline.capture.stream_syncs
+    named = syncs.correlation >= 0  # -1 is unknown and links nothing
+    keys = syncs.correlation[named].tolist()
+    stream_of: dict[int, int] = dict(zip(keys, syncs.stream[named].tolist(), strict=True))
+    record_of: dict[int, int] = dict(zip(keys, syncs.record_correlation[named].tolist(), strict=True))
+    nearby = _stream_before(timeline)
+    streams = np.full(len(calls), -1, np.int64)
+    events = np.full(len(calls), -1, np.int64)
+    event_of_record: dict[int, int] = {}
+    newest = -1
+    rows = np.flatnonzero(np.isin(calls.kind, (*SYNCS, CallKind.EVENT_RECORD, CallKind.STREAM_WAIT)))
+    for i, kind, correlation in zip(
+        rows.tolist(), calls.kind[rows].tolist(), calls.correlation[rows].tolist(), strict=True
+    ):
+        streams[i] = stream_of.get(correlation, -1)
+        if kind == CallKind.EVENT_RECORD:
+            events[i] = newest = i
+            streams[i] = nearby[i]
+            if correlation >= 0:
+                event_of_record[correlation] = i
+        elif kind in (CallKind.STREAM_WAIT, CallKind.SYNC_EVENT):
+            guess = newest if kind == CallKind.STREAM_WAIT else -1
+            events[i] = event_of_record.get(record_of.get(correlation, -1), guess)
+        elif kind == CallKind.SYNC_STREAM and streams[i] < 0:
+            streams[i] = nearby[i]
+    return streams, events
+
+
+def _stream_before(timeline: Timeline) -> Ints:
+    """For each call the stream on which its thread launched last; -1 before its first launch."""
+    calls = timeline.calls
+    first, order = timeline.works_of_call
+    launching = np.flatnonzero(first[1:] > first[:-1])
+    streams = np.full(len(calls), -1, np.int64)
+    own = np.full(len(calls), -1, np.int64)
+    own[launching] = timeline.work.stream[order[first[launching]]]
+    for thread in np.unique(calls.thread):
+        rows = np.flatnonzero(calls.thread == thread)
+        newest = np.maximum.accumulate(np.where(own[rows] >= 0, np.arange(len(rows)), -1))
+        streams[rows] = np.where(newest >= 0, own[rows][np.maximum(newest, 0)], -1)
+    return streams

@@ -28,7 +28,8 @@ def check_gradient_loop(review: Review) -> Iterator[Priced]:
     for loop in find_tensor_loops(review.timeline):
         if first <= loop.first_call < last:
             groups.setdefault((loop.motif, _site(review, loop)), []).append(loop)
-    for (motif, site), loops in groups.items():
+    for (motif, known), loops in groups.items():
+        site = known or review.lines.of_loop(motif)
         # Once in a while (an evaluation, a log line) is no loop of the step.
         if 2 * len(loops) >= review.num_steps:
             yield _finding(review, motif, site, loops)
@@ -57,7 +58,6 @@ def _finding(review: Review, motif: tuple[str, ...], site: Site | None, loops: l
         afterwards=f"{format_count(len(motif))} calls a tensor: {', '.join(dict.fromkeys(motif))}",
         basis=review.basis,
         advice=Advice(text=tip, lines=advice("", key).lines),
-        treatments=("fused_optimizer",) if key == "optimizer-loop" else (),
         evidence=worst(starts, ends),
     )
     return Priced(finding=finding, edits=edits)

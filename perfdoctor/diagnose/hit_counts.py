@@ -10,6 +10,7 @@ from perfdoctor.record.capture import Capture, Hits, Phase, Site
 
 # A line hit in fewer steps than this is no per-step cost: logging every tenth step, an evaluation, a first-step set-up.
 REGULAR_SHARE = 0.5
+EMULATED = "emulated-device"  # code of the note on a capture whose device was emulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +50,23 @@ def _of_one_phase(hits: Hits) -> Hits:
 
 
 def _watched_steps(capture: Capture, inside: Hits) -> int:
-    """Steps that ran while the hooks of this phase were on: those between its first and last hit, at least."""
-    phase = int(inside.phase[0])
-    spans = capture.steps
-    reach = (int(inside.start_ns.min()), int(inside.end_ns.max()))
-    of_phase = capture.hits.phase == phase
-    start, end = int(capture.hits.start_ns[of_phase].min()), int(capture.hits.end_ns[of_phase].max())
-    start, end = min(start, reach[0]), max(end, reach[1])
-    overlapping = (spans.end_ns >= start) & (spans.start_ns <= end) & (spans.complete > 0)
-    return max(int(overlapping.sum()), len(np.unique(inside.step)), 1)
+    """Steps that ran while the hooks of this phase were on, whether or not they were hit.
+
+    A session's steps are those of its sites phase and, from the first recorded call on, of its recorded phase.
+    """
+    steps = capture.steps.take(capture.steps.complete > 0)
+    number = len(steps)
+    if len(capture.calls):
+        before = int((steps.end_ns <= capture.calls.start_ns.min()).sum())
+        number = before if inside.phase[0] == Phase.SITES else number - before
+    return max(number, len(np.unique(inside.step)), 1)
 
 
 def _count(capture: Capture, hits: Hits, watched: int) -> HitCount:
     steps = np.unique(hits.step)
     lengths = hits.end_ns - hits.start_ns
-    timed = bool((lengths > 0).any())
+    # On an emulated device a wait is the CPU doing the arithmetic: no time of a GPU's.
+    timed = bool((lengths > 0).any()) and not any(note.code == EMULATED for note in capture.notes)
     return HitCount(
         kind=capture.text(int(hits.kind[0])),
         place=capture.sites[int(hits.site[0])],

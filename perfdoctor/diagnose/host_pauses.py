@@ -13,8 +13,9 @@ from perfdoctor.diagnose.host_sync import worst
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
-from perfdoctor.record.capture import CallKind
+from perfdoctor.record.capture import CallKind, Ints
 from perfdoctor.record.sync_kinds import ALLOCATOR, GARBAGE_COLLECTION
+from perfdoctor.record.timeline import step_index
 from perfdoctor.units import format_ms
 
 
@@ -25,8 +26,7 @@ def check_allocator(review: Review) -> Iterator[Priced]:
     index = np.arange(first, last)
     held = index[np.isin(calls.kind[index], (CallKind.MALLOC, CallKind.FREE))]
     emptied = [count for count in hit_counts(review.capture) if count.kind == "empty_cache" and count.regular]
-    steps_hit = len(np.unique(np.searchsorted(review.steps.host_start_ns, calls.start_ns[held]))) if review.steps else 0
-    if not emptied and (not len(held) or 2 * steps_hit < review.num_steps):
+    if not emptied and not _in_steady_state(review, calls.start_ns[held]):
         return
     edits = Edits(muted=frozenset(held.tolist()))
     headroom = review.headroom(edits) if len(held) else None
@@ -48,6 +48,17 @@ def check_allocator(review: Review) -> Iterator[Priced]:
         evidence=worst(calls.start_ns[held], calls.end_ns[held]),
     )
     yield Priced(finding=finding, edits=edits if len(held) else None)
+
+
+def _in_steady_state(review: Review, times: Ints) -> bool:
+    """Whether something happens in at least half of the steps; in an unmarked window, also in its second half."""
+    steps = review.steps
+    if steps is None or not len(times):
+        return False
+    if not steps.known:
+        middle = (int(steps.host_start_ns[0]) + int(steps.host_end_ns[0])) // 2
+        return bool(4 * (times > middle).sum() >= len(times))
+    return 2 * len(np.unique(step_index(steps.host_start_ns, times))) >= len(steps)
 
 
 def _allocator_title(kind: str, number: float) -> str:
@@ -89,7 +100,6 @@ def check_garbage_collection(review: Review) -> Iterator[Priced]:
         withheld="" if headroom else "no device recording: what comes back needs a GPU",
         basis=review.basis,
         advice=advice("move long-lived objects out of the collector's sight after warm-up", "garbage-collection"),
-        treatments=("frozen_gc",),
         evidence=worst(*spans),
     )
     yield Priced(finding=finding, edits=edits)

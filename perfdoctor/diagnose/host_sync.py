@@ -8,17 +8,20 @@ import numpy as np
 
 from perfdoctor.diagnose.advice import advice_for_kind
 from perfdoctor.diagnose.attribution import SyncGroup
+from perfdoctor.diagnose.dependencies import sync_targets
 from perfdoctor.diagnose.finding import Finding, Severity
 from perfdoctor.diagnose.hit_counts import HitCount, hit_counts
-from perfdoctor.diagnose.replay import Edits, sync_targets
+from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
-from perfdoctor.record.capture import CallKind, Ints
+from perfdoctor.record.capture import CallKind, Ints, Site
 from perfdoctor.record.intervals import Intervals
 from perfdoctor.record.sync_kinds import HOST_SYNC, KINDS, UNSYNCHRONISED_READ
 from perfdoctor.record.timeline import SYNCS
 from perfdoctor.units import format_ms
 
+# Below this the host only went on to its next launch.
+_SHORT_NS = 500_000
 _NO_DEVICE = "no device recording: what it costs needs a GPU"
 
 
@@ -56,6 +59,19 @@ def code_of(kind: str) -> str:
     return KINDS[kind].code if kind in KINDS else HOST_SYNC
 
 
+def phrase_of(kind: str) -> str:
+    """What a kind does, in words; a kind that this version does not know is a wait."""
+    return KINDS.get(kind, KINDS["other_sync"]).phrase
+
+
+def _returning_copies(review: Review, held: Ints) -> int:
+    """Copies to pageable memory with a sync right after them: the two calls are one wait (`.cpu()`)."""
+    kind = review.timeline.calls.kind
+    copies = held[kind[held] == CallKind.MEMCPY]
+    following = held[np.isin(kind[held], SYNCS)]
+    return int(np.isin(copies + 1, following).sum())
+
+
 def _from_recording(review: Review, group: SyncGroup, count: HitCount | None) -> Iterator[Priced]:
     calls = review.timeline.calls
     held = np.array(group.calls, np.int64)
@@ -64,20 +80,20 @@ def _from_recording(review: Review, group: SyncGroup, count: HitCount | None) ->
         return
     edits = Edits(unblocked=frozenset(group.calls))
     headroom = review.headroom(edits)
-    number = review.per_step(len(held))
+    waits = len(held) - _returning_copies(review, held)
     shadows = idle_after(review, held)
     finding = Finding(
         code=HOST_SYNC,
         severity=review.severity(headroom),
-        title=KINDS[group.kind].phrase,
+        title=phrase_of(group.kind),
         kind=group.kind,
         site=group.place,
-        count=count.per_step if count is not None else number,
-        count_per_micro_batch=review.per_micro_batch(len(held)),
+        count=count.per_step if count is not None else review.per_step(waits),
+        count_per_micro_batch=review.per_micro_batch(waits),
         host_blocked_ns=round(int((calls.end_ns[held] - calls.start_ns[held]).sum()) / review.num_steps),
         gpu_idle_ns=review.claim(HOST_SYNC, shadows),
         headroom=headroom,
-        afterwards=what_followed(review, held),
+        afterwards=what_followed(review, held, group.place),
         basis=review.basis,
         advice=advice_for_kind(group.kind),
         evidence=worst(calls.start_ns[held], calls.end_ns[held]),
@@ -90,7 +106,7 @@ def _from_hits(review: Review, count: HitCount) -> Priced:
     finding = Finding(
         code=code_of(count.kind),
         severity=Severity.MINOR if rare else Severity.COST,
-        title=KINDS[count.kind].phrase,
+        title=phrase_of(count.kind),
         kind=count.kind,
         site=count.place,
         count=count.per_step,
@@ -131,7 +147,7 @@ def _ran_dry(review: Review, call: int, target: int) -> int:
     return max(int(work.end_ns[target]), int(calls.start_ns[call])) if target >= 0 else int(calls.start_ns[call])
 
 
-def what_followed(review: Review, held: Ints) -> str:
+def what_followed(review: Review, held: Ints, place: Site | None) -> str:
     """What the host did between the wait and its next launch, in words: the price of the wait."""
     calls = review.timeline.calls
     launches = np.flatnonzero((calls.kind == CallKind.LAUNCH) | (calls.kind == CallKind.GRAPH_LAUNCH))
@@ -143,6 +159,9 @@ def what_followed(review: Review, held: Ints) -> str:
     gaps = calls.start_ns[next_launch] - calls.end_ns[held[known]]
     usual = int(np.median(np.maximum(gaps, 0)))
     doing = _named(review, int(calls.end_ns[held[known][0]]), int(calls.start_ns[next_launch[0]]))
+    line = review.lines.after(place) if place is not None and usual > _SHORT_NS else None
+    if line is not None:
+        doing = f" (mostly at {line.frame}: {line.text})" if line.text else f" (mostly at {line.frame})"
     if np.isin(calls.kind[np.minimum(held + 1, len(calls) - 1)], SYNCS).all() and len(held) > 1:
         return "another wait followed"
     return f"the host worked {format_ms(usual)} before its next launch{doing}"

@@ -52,7 +52,6 @@ def check_tensor_cores(review: Review) -> Iterator[Priced]:
             "allow TF32 (relative error about 1e-3), or bf16 autocast; keep dimensions multiples of 8",
             "no-tensor-cores",
         ),
-        treatments=("tf32", "bf16_autocast"),
     )
     yield Priced(finding=finding, edits=likely)
 
@@ -94,7 +93,6 @@ def check_fusion(review: Review) -> Iterator[Priced]:
         afterwards=f"they take {format_ms(spent)} of the device a step",
         basis=review.basis + "; at most: each chain as its longest kernel",
         advice=advice("torch.compile merges such chains", "fusion"),
-        treatments=("compile",),
     )
     yield Priced(finding=finding, edits=edits)
 

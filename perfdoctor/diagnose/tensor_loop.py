@@ -94,10 +94,11 @@ def _periodic_runs(symbols: Ints, allowed: NDArray[np.bool_]) -> list[tuple[int,
         if len(symbols) <= motif:
             break
         same[:-motif] = (symbols[:-motif] == symbols[motif:]) & ~taken[:-motif] & ~taken[motif:]
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
-        for start, stop in edges.reshape(-1, 2).tolist():
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0])))).reshape(-1, 2)
+        edges = edges[(edges[:, 1] - edges[:, 0]) // motif + 1 >= MIN_REPEATS]
+        for start, stop in edges.tolist():
             repeats = (stop - start) // motif + 1
-            if repeats < MIN_REPEATS or taken[start : stop + motif].any():
+            if taken[start : stop + motif].any():
                 continue
             runs.append((start, start + repeats * motif, motif))
             taken[start : start + repeats * motif] = True

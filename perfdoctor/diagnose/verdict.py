@@ -59,7 +59,8 @@ def diagnose(capture: Capture) -> Diagnosis:
     review = Review(Timeline(capture))
     priced = [each for check in CHECKS for each in check(review)]
     if not review.has_device:
-        review.skip("milliseconds on the device", "no device work was recorded; findings tell where, not how much")
+        missing = "none of the host's CUDA calls" if len(review.timeline.work) else "no device work"
+        review.skip("milliseconds on the device", f"{missing} was recorded; findings tell where, not how much")
     if review.has_device:
         # No findings of their own: idle time whose cause is known, so that little is left unexplained.
         review.claim("launch-gaps", late_launches(review))
