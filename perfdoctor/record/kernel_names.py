@@ -21,14 +21,16 @@ class KernelClass(StrEnum):
 
 _MATRIX = re.compile(
     r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|\bmma|conv(?!ert)|wgrad|dgrad|winograd|implicit|flash|fmha|attention|sdpa|"
-    r"Cijk_|rocblas|tensile|miopen.*conv|splitKreduce",
+    r"Cijk_|rocblas|tensile|miopen.*conv|splitKreduce|triton_(tem|mm)",
     re.IGNORECASE,
 )
-_NOT_MATRIX = re.compile(r"elementwise|reduce_kernel|im2col|col2im|convert_dq|compute_dot_do_o|nchwToNhwc|nhwcToNchw")
-_COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
+_NOT_MATRIX = re.compile(
+    r"elementwise|(?<!splitK)reduce_kernel|im2col|col2im|convert_dq|compute_dot_do_o|nchwToNhwc|nhwcToNchw"
+)
+_COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|cross_device_reduce", re.IGNORECASE)
 _NORMALISATION = re.compile(r"(layer|batch|group|instance|rms)_?norm|bn_(fw|bw)|GammaBeta|softmax", re.IGNORECASE)
-# fp32 matrix products that run on the plain units: SIMT kernels, and cuBLAS sgemm without tf32 in the name.
-_NO_TENSOR_CORES = re.compile(r"simt|sgemm(?!.*(tf32|tensorop))|dgemm", re.IGNORECASE)
+# fp32 matrix products that run on the plain units: SIMT and FFMA kernels, and cuBLAS sgemm without tf32 in the name.
+_NO_TENSOR_CORES = re.compile(r"simt|sgemm(?!.*(tf32|tensorop))|dgemm|_ffma_", re.IGNORECASE)
 _TENSOR_CORES = re.compile(r"tensorop|tf32|bf16|h?884|1688|16816|wgmma|_mma|s16816|nvjet|hmma", re.IGNORECASE)
 
 
@@ -57,7 +59,7 @@ def without_tensor_cores(name: str) -> bool:
 
 _KERNEL = re.compile(r"(?:void )?(?:[\w:]+::|\(anonymous namespace\)::)*(\w+)")
 _FUNCTOR = re.compile(
-    r"(\w*(?:_kernel_cuda|_cuda_kernel|_scalar_kernel|_kernel_impl|KernelImpl|Functor\w*|Ops?\w*|functor))\b"
+    r"(\w*(?:_kernel_cuda|_cuda_kernel|_scalar_kernel|_kernel_impl|KernelImpl|Functor\w*|Op(?!timizer)\w*|functor))\b"
 )
 
 
@@ -80,5 +82,5 @@ def kernel_family(name: str) -> str:
         arguments = name[len(match.group(0)) if match else 0 :].split("(at::TensorIterator")[0]
         functors = [f for f in _FUNCTOR.findall(arguments) if f not in ("AUnaryFunctor", "BUnaryFunctor", "ReduceOp")]
         if functors:
-            return functors[0]
+            return str(functors[0])
     return re.sub(r"\d+", "", kernel)

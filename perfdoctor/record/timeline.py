@@ -17,6 +17,7 @@ from perfdoctor.record.intervals import Intervals
 from perfdoctor.record.repetition import find_repetition
 
 LAUNCHING = (CallKind.LAUNCH, CallKind.GRAPH_LAUNCH, CallKind.MEMCPY, CallKind.MEMSET)
+_UNSORTED = ("steps", "hits", "samples")
 SYNCS = (CallKind.SYNC_DEVICE, CallKind.SYNC_STREAM, CallKind.SYNC_EVENT)
 
 
@@ -67,7 +68,7 @@ class Timeline:
     """
 
     def __init__(self, capture: Capture) -> None:
-        tables = {name: _sorted(getattr(capture, name)) for name in Capture.TABLES if name not in ("steps", "hits")}
+        tables = {name: _sorted(getattr(capture, name)) for name in Capture.TABLES if name not in _UNSORTED}
         work: Work = tables["work"]  # type: ignore[assignment]
         if len(work):
             devices, lengths = np.unique(work.device, return_counts=True)

@@ -1,0 +1,82 @@
+"""What the reader of a Kineto trace must know about it: repaired, skipped, not recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from perfdoctor.record.capture import CallKind, Calls, Capture, Note
+from perfdoctor.record.event_columns import EventColumns
+
+_REPAIRS = {
+    "escape": ("repaired-escapes", "texts had backslashes that escape nothing (Windows paths); taken as they stand"),
+    "control": ("repaired-control-characters", "events had raw control characters in names"),
+    "utf8": ("repaired-utf8", "events had bytes that are not UTF-8; shown as \ufffd"),
+    "number": ("repaired-numbers", "events had NaN or Infinity, which JSON does not know; taken as missing"),
+    "quote": ("repaired-quotes", "events had unescaped quotes in names"),
+    "key": ("repaired-keys", "events had a key without its opening quote"),
+}
+_HARMLESS = {"Trace", "gpu_user_annotation", "overhead", "cpu_instant_event", "cuda_profiler_range"}
+
+
+def notes_of(capture: Capture, events: EventColumns, num_stray: int, truncated: str) -> tuple[Note, ...]:
+    """The notes of a capture that is otherwise complete. `truncated` says how the file ended early, '' if not."""
+    return tuple(chain_notes(capture, events, num_stray, truncated))
+
+
+def chain_notes(capture: Capture, events: EventColumns, num_stray: int, truncated: str) -> Iterator[Note]:
+    """See `notes_of`."""
+    if truncated:
+        yield Note(code="truncated", text=f"the file is truncated: {truncated}; every complete event was read")
+    for kind, count in events.repairs.counts.items():
+        code, text = _REPAIRS[kind]
+        yield Note(code=code, text=f"{count} {text}", count=count)
+    skipped = events.num_broken + events.repairs.skipped + num_stray
+    if skipped:
+        text = f"{skipped} events were skipped: no or negative duration, no start, null, or damaged past repair"
+        yield Note(code="skipped-events", text=text, count=skipped)
+    yield from _missing(capture)
+    other = sum(count for cat, count in events.ignored.items() if _is_accelerator(cat))
+    if other:
+        yield Note(
+            code="other-accelerator",
+            text=f"{other} events of an accelerator that is neither CUDA nor ROCm were not read",
+            count=other,
+        )
+
+
+def _is_accelerator(cat: str) -> bool:
+    return cat not in _HARMLESS and cat.startswith(("mtia", "xpu", "hpu", "privateuse1", "tpu", "npu", "glow"))
+
+
+def _missing(capture: Capture) -> Iterator[Note]:
+    if not len(capture.work):
+        yield Note(code="no-device-rows", text="no kernels or copies were recorded: device time cannot be judged")
+    if not len(capture.steps):
+        yield Note(code="no-steps", text="no steps are marked (ProfilerStep#N): the whole recording is one window")
+    lost = launches_without_work(capture.calls, capture)
+    if lost:
+        text = (
+            f"the first {lost} launches have no kernel row: the recorder lost them at the start; that is no idle time"
+        )
+        yield Note(code="missing-kernels", text=text, count=lost)
+    orphans = int((~np.isin(capture.work.correlation, capture.calls.correlation)).sum())
+    if orphans and len(capture.calls):
+        text = f"{orphans} kernels and copies were launched before the recording began: their launch was not recorded"
+        yield Note(code="missing-launches", text=text, count=orphans)
+
+
+def launches_without_work(calls: Calls, capture: Capture) -> int:
+    """Launches before the first one whose work was recorded."""
+    launches = np.isin(calls.kind, (CallKind.LAUNCH, CallKind.MEMCPY, CallKind.MEMSET, CallKind.GRAPH_LAUNCH))
+    paired = launches & np.isin(calls.correlation, capture.work.correlation)
+    if not paired.any():
+        return 0
+    return int((launches & (calls.start_ns < calls.start_ns[paired].min())).sum())
+
+
+def counted(notes: tuple[Note, ...]) -> Counter[str]:
+    """Note codes with their counts."""
+    return Counter({note.code: note.count for note in notes})

@@ -1,0 +1,54 @@
+"""What the reader of an Nsight export must know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from perfdoctor.record.capture import Capture, Note, WorkKind
+from perfdoctor.record.sqlite_tables import SqliteTables
+
+_PROCESS = ~0xFFFFFF
+
+
+def notes_of(capture: Capture, tables: SqliteTables, num_unclosed: int) -> tuple[Note, ...]:
+    """The notes of a capture that is otherwise complete."""
+    return tuple(_notes(capture, tables, num_unclosed))
+
+
+def _notes(capture: Capture, tables: SqliteTables, num_unclosed: int) -> Iterator[Note]:
+    if holds_environment(tables):
+        text = (
+            "the export holds the environment variables of the recording machine's processes, which may be secrets: "
+            "they were not read; do not share the file"
+        )
+        yield Note(code="environment-variables", text=text)
+    if not len(capture.calls):
+        yield Note(code="no-calls", text="no CUDA API calls were recorded: record with -t cuda")
+    if not len(capture.work):
+        yield Note(code="no-device-rows", text="no kernels or copies were recorded: device time cannot be judged")
+    num_graphs = int((capture.work.kind == WorkKind.GRAPH).sum())
+    if num_graphs:
+        text = (
+            f"{num_graphs} CUDA graphs were traced whole: their kernels were not recorded. "
+            "Record with --cuda-graph-trace=node to see them."
+        )
+        yield Note(code="graph-level", text=text, count=num_graphs)
+    if not tables.count("NVTX_EVENTS"):
+        yield Note(code="no-nvtx", text="no NVTX ranges were recorded: record with -t cuda,nvtx and mark the steps")
+    elif not len(capture.steps):
+        yield Note(code="no-steps", text="no NVTX range marks a step (as 'step 12' does): the recording is one window")
+    if num_unclosed:
+        yield Note(code="unclosed-ranges", text=f"{num_unclosed} NVTX ranges were never closed", count=num_unclosed)
+    processes = np.unique(capture.calls.thread & _PROCESS)
+    if len(processes) > 1:
+        text = f"calls of {len(processes)} processes are in this recording; steps are those of one of them"
+        yield Note(code="several-processes", text=text, count=len(processes))
+
+
+def holds_environment(tables: SqliteTables) -> bool:
+    """Whether the export holds environment variables."""
+    if tables.count("TARGET_INFO_SYSTEM_ENV"):
+        return True
+    return bool(tables.count("META_DATA_CAPTURE", "WHERE name LIKE '%ENVIRONMENT%'"))
