@@ -1,0 +1,181 @@
+"""An unmodified training script, run in this process and watched."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from perfdoctor.doors.session import Session
+from perfdoctor.errors import UsageError
+from perfdoctor.record.call_site import HitLog
+from perfdoctor.record.capture import Capture
+from perfdoctor.watch.plan import Plan
+
+_INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
+
+
+class ScriptStopped(BaseException):
+    """Ends a script that has been watched for long enough. Not an Exception, so that `except Exception` lets it
+    through; `finally` blocks and atexit functions run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptOptions:
+    """How to watch a script. `keep_going` lets it run to its own end; `hits` is the log of an emulated device."""
+
+    module: bool = False  # the target is a module's name, as after `python -m`
+    warmup: int = 5
+    active: int = 10
+    keep_going: bool = False
+    hits: HitLog | None = None
+    profiled: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """What came of a script. `exit_code` is its own, 0 where it was stopped on purpose."""
+
+    capture: Capture
+    exit_code: int
+    stopped: bool
+
+
+def run_script(target: str, arguments: Sequence[str] = (), options: ScriptOptions | None = None) -> ScriptRun:
+    """Run `target`, a path or a module's name, as `python` would, and watch its training loop.
+
+    Steps come from optimizer hooks, waits for data from torch's DataLoaders. Once every phase is over the script is
+    ended by an exception at the end of a step, unless `keep_going`. An error of the script is printed as Python
+    prints it, its exit code returned; the capture then holds the steps before it.
+
+    Raises:
+        UsageError: there is no such script or module, or it does not compile.
+    """
+    options = options or ScriptOptions()
+    program = _load(target, module=options.module)
+    session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
+    if not options.keep_going:
+        session.recorder.finished = _stop
+    with _as_main(program, arguments), session:
+        session.recorder.batches.patch_loaders()
+        exit_code, stopped = _execute(program)
+    return ScriptRun(capture=session.capture, exit_code=exit_code, stopped=stopped)
+
+
+def _stop() -> None:
+    raise ScriptStopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    code: CodeType
+    file: str
+    folder: str  # for sys.path[0]
+    spec: importlib.machinery.ModuleSpec | None = None
+
+
+def _execute(program: _Program) -> tuple[int, bool]:
+    main = sys.modules["__main__"]
+    try:
+        exec(program.code, main.__dict__)
+    except ScriptStopped:
+        return 0, True
+    except SystemExit as error:
+        return _exit_code(error.code), False
+    except KeyboardInterrupt:
+        _print_error()
+        return _INTERRUPTED, False
+    except BaseException:  # as the interpreter does at the end of a script
+        _print_error()
+        return 1, False
+    return 0, False
+
+
+def _print_error() -> None:
+    kind, error, trace = sys.exc_info()
+    if error is None or kind is None:
+        return
+    # Without our own frames, which come first.
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(kind, error, trace)
+    else:
+        traceback.print_exception(kind, error.with_traceback(trace), trace)
+
+
+def _exit_code(code: object) -> int:
+    """As the interpreter: None is 0, a number itself, anything else is printed and 1."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _load(target: str, *, module: bool) -> _Program:
+    return _load_module(target) if module else _load_file(Path(target))
+
+
+def _load_file(path: Path) -> _Program:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: give the script in it, or -m with a module's name")
+    try:
+        with io.open_code(str(path.absolute())) as file:
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"cannot read the script {path}: {error.strerror or error}") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {path} does not compile: {error}") from error
+    return _Program(code=code, file=str(path), folder=str(path.resolve().parent))
+
+
+def _load_module(name: str) -> _Program:
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(name + ".__main__")
+        loader: Any = spec.loader if spec is not None else None
+        code = loader.get_code(spec.name) if spec is not None and loader is not None else None
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise UsageError(f"cannot load the module {name}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+    if spec is None or code is None:
+        raise UsageError(f"no module named {name} to run: give a module, or a package with __main__.py")
+    return _Program(code=code, file=spec.origin or name, folder=folder, spec=spec)
+
+
+@contextmanager
+def _as_main(program: _Program, arguments: Sequence[str]) -> Iterator[None]:
+    """`__main__`, `sys.argv` and `sys.path[0]` as the script expects them; ours again afterwards."""
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __file__=program.file, __builtins__=builtins, __spec__=program.spec, __annotations__={}, __cached__=None
+    )
+    if program.spec is not None:
+        main.__dict__.update(__package__=program.spec.parent, __loader__=program.spec.loader)
+    before, argv, path = sys.modules["__main__"], sys.argv, list(sys.path)
+    sys.modules["__main__"] = main
+    sys.argv = [program.file, *arguments]
+    sys.path.insert(0, program.folder)
+    try:
+        yield
+    finally:
+        _FINISHED.append(main)
+        sys.modules["__main__"], sys.argv, sys.path[:] = before, argv, path
+
+
+_FINISHED: list[ModuleType] = []  # atexit functions and threads of a script still use its globals

@@ -1,0 +1,72 @@
+"""The kind of sync that library frames on the stack imply.
+
+A user who calls `clip_grad_norm_` wrote no `.item()`: what counts is the outermost thing the library was asked to do,
+as far as its frames tell. Rules go from the innermost frame outwards and stop at the user's first frame.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+
+from perfdoctor.record.instruction import called_name
+from perfdoctor.record.owners import PERFDOCTOR, USER, file_owner, package_path
+
+# (path prefix, functions or () for all, kind). First match wins.
+_RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("torch/_tensor.py", ("__format__",), "format_tensor"),
+    ("torch/_tensor.py", ("__contains__",), "tensor_to_bool"),
+    ("torch/_tensor.py", ("__array__",), "numpy"),
+    ("torch/_tensor.py", ("__reduce_ex__", "_reduce_ex_internal"), "save"),
+    ("torch/_tensor_str.py", (), "print_tensor"),
+    (
+        "torch/functional.py",
+        ("_unique_impl", "_unique_consecutive_impl", "_return_output", "_return_inverse"),
+        "unique",
+    ),
+    ("torch/functional.py", ("_return_counts", "_consecutive_return_output", "unique", "unique_consecutive"), "unique"),
+    ("torch/nn/functional.py", ("ctc_loss",), "ctc_loss"),
+    ("torch/nn/utils/clip_grad.py", (), "clip_grad_norm"),
+    ("torch/amp/grad_scaler.py", (), "grad_scaler"),
+    ("torch/cuda/amp/grad_scaler.py", (), "grad_scaler"),
+    ("torch/distributions/", (), "distribution_check"),
+    ("torch/optim/", (), "optimizer_internal"),
+    ("torch/serialization.py", (), "save"),
+    ("torch/distributed/checkpoint/", (), "save"),
+    ("torch/cuda/streams.py", ("synchronize",), "cuda_synchronize"),
+    ("torch/cuda/__init__.py", ("synchronize",), "cuda_synchronize"),
+    ("torch/cuda/memory.py", ("empty_cache",), "empty_cache"),
+    ("torchmetrics/", (), "torchmetrics"),
+    ("transformers/trainer.py", ("log", "_maybe_log_save_evaluate"), "logging"),
+    ("accelerate/optimizer.py", (), "optimizer_internal"),
+)
+_LIGHTNING_LOGGING = ("logger_connector", "/loggers/", "/callbacks/progress", "/core/module.py", "utilities/metrics")
+
+
+def library_kind(frame: FrameType | None) -> str | None:
+    """The kind that the frames from `frame` (innermost) out to the user's first imply; None if none does."""
+    logged = False
+    kind: str | None = None
+    while frame is not None:
+        code = frame.f_code
+        owner = file_owner(code.co_filename)
+        if owner == USER:
+            break
+        logged = logged or owner == "logger"
+        if owner != PERFDOCTOR and kind in (None, "print_tensor", "format_tensor"):
+            kind = _rule(code) or kind
+        frame = frame.f_back
+    if kind == "print_tensor" and (frame is None or called_name(frame) != "print"):
+        kind = "format_tensor"
+    if logged and kind in (None, "format_tensor", "print_tensor"):
+        return "logging"
+    return kind
+
+
+def _rule(code: CodeType) -> str | None:
+    path = package_path(code.co_filename)
+    for prefix, functions, kind in _RULES:
+        if path.startswith(prefix) and (not functions or code.co_name in functions):
+            return kind
+    if file_owner(code.co_filename) == "lightning" and any(part in path for part in _LIGHTNING_LOGGING):
+        return "logging"
+    return None

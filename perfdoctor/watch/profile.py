@@ -1,0 +1,117 @@
+"""A window of torch.profiler, kept out of the way of the user's own."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from perfdoctor.errors import PerfDoctorError
+from perfdoctor.record.capture import Capture
+from perfdoctor.watch.patches import Patches
+
+LIGHT, FULL = ("CUDA",), ("CPU", "CUDA")
+
+
+class ProfileWindow:
+    """One recording from `start` to `stop`, without stacks.
+
+    The lines come from the call-site hooks, and stacks slow a step down up to 3.3 times. Starting and stopping wait
+    for the device, so both happen between steps, at the edge of a phase, never inside a step that is measured.
+    """
+
+    def __init__(self, activities: Sequence[str]) -> None:
+        self._activities = tuple(activities)
+        self._profiler: Any = None
+        self._patches = Patches()
+        self._folder = ""
+        self._delete: Callable[[], Any] = lambda: None
+        self.problem = ""  # why there is no recording
+
+    @property
+    def _file(self) -> Path:
+        return Path(self._folder) / "recording.json"
+
+    @property
+    def running(self) -> bool:
+        return self._profiler is not None and not self.problem and bool(self._patches)
+
+    def start(self) -> bool:
+        """Begin to record; False where a profiler of the user's is running."""
+        import torch.autograd.profiler
+        from torch import profiler
+
+        if torch.autograd.profiler._is_profiler_enabled:
+            self.problem = "another torch.profiler is running in the loop"
+            return False
+        activities = [getattr(profiler.ProfilerActivity, name) for name in self._activities]
+        try:
+            with warnings.catch_warnings():  # torch warns about cycles, of which there is one
+                warnings.simplefilter("ignore")
+                self._profiler = profiler.profile(activities=activities, experimental_config=_sync_events())
+                self._profiler.start()
+        except (RuntimeError, AssertionError) as error:
+            self.problem = f"torch.profiler did not start: {error}"
+            return False
+        self._yield_to_others()
+        return True
+
+    def stop(self) -> None:
+        """End the recording and write it to a temporary file.
+
+        At once: of a recording exported after another one had run, torch 2.11 gave times that no event can have.
+        """
+        if not self._patches:
+            return
+        self._patches.undo()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler.stop()
+                self._folder = tempfile.mkdtemp(prefix="perfdoctor_")
+                # Deleted with this object at the latest, and without the warning that a TemporaryDirectory gives then.
+                self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+                self._profiler.export_chrome_trace(str(self._file))
+        except (RuntimeError, OSError) as error:
+            self.problem = f"torch.profiler did not stop: {error}"
+        self._profiler = None
+
+    def capture(self, load: Callable[[Path], Capture]) -> Capture | None:
+        """The recording read back; None, with `problem` set, where there is none. The file is deleted."""
+        if not self._folder or self.problem:
+            self._delete()
+            return None
+        try:
+            return load(self._file)
+        except (RuntimeError, OSError, PerfDoctorError) as error:
+            self.problem = f"the recording could not be read: {error}"
+            return None
+        finally:
+            self._delete()
+            self._folder = ""
+
+    def _yield_to_others(self) -> None:
+        # Kineto serves one profiler at a time. If the loop starts its own, ours ends first.
+        from torch.autograd.profiler import profile
+
+        prepare: Any = profile._prepare_trace
+
+        def prepare_trace(profiler: Any) -> Any:
+            self.stop()
+            self.problem = "the loop started a torch.profiler of its own"
+            return prepare(profiler)
+
+        self._patches.replace(profile, "_prepare_trace", prepare_trace)
+
+
+def _sync_events() -> Any:
+    config: Any = sys.modules["torch"]._C._profiler._ExperimentalConfig
+    try:
+        return config(enable_cuda_sync_events=True)
+    except TypeError:  # older torch
+        return None

@@ -1,0 +1,221 @@
+"""The recorder of a live loop: the schedule, and everything that changes while a session runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from perfdoctor.record.call_site import HitLog
+from perfdoctor.record.capture import Costs, Note
+from perfdoctor.watch.batches import BatchWaits
+from perfdoctor.watch.calibration import measure_costs
+from perfdoctor.watch.call_sites import CallSiteHooks
+from perfdoctor.watch.clocks import Stamp, cuda_active, stamp_now
+from perfdoctor.watch.garbage import CollectionHook
+from perfdoctor.watch.pauses import Pause
+from perfdoctor.watch.plan import Plan, Row, Stage
+from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow
+from perfdoctor.watch.ranges import PhaseRanges
+from perfdoctor.watch.sampler import StackSampler
+from perfdoctor.watch.settling import Settling
+from perfdoctor.watch.steps import StepDetector, now
+
+
+class Recorder:
+    """Runs the phases one after the other, each edge between two steps. `stop` takes everything back, always.
+
+    `log` is that of an emulated device, which writes its hits there; without one the live hooks are used. `profiled`
+    forces the profiled phases on or off; by default they run where the loop uses CUDA.
+    """
+
+    def __init__(self, plan: Plan, log: HitLog | None = None, profiled: bool | None = None) -> None:
+        self.plan = plan
+        self.log = log if log is not None else HitLog()
+        self.rows: list[Row] = []
+        self.pauses: list[Pause] = []
+        self.notes: list[Note] = []
+        self.costs = Costs()
+        self.stage = Stage.WARMUP
+        self.finished: Callable[[], None] = lambda: None  # called once, at the end of the last phase
+        self.steps = StepDetector(stamp_now, self._ended, self._restart)
+        self.batches = BatchWaits(self.pauses, self._handed)
+        self.windows = {Stage.LIGHT: ProfileWindow(LIGHT), Stage.FULL: ProfileWindow(FULL)}
+        self.ranges = PhaseRanges()
+        self.sampler = StackSampler(self.log.sites)
+        self.hooks = CallSiteHooks(self.log)
+        self.emulated = log is not None
+        self._profiled = profiled
+        self._collections = CollectionHook(self.log, self.pauses)
+        self._settling = Settling()
+        self._start: Stamp | None = None
+        self._in_stage = 0
+        self._counts = [0, 0, 0]  # micro-batches, samples, ns in the loader since the step began
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The phases that this loop will go through."""
+        recorded = (Stage.LIGHT, Stage.FULL) if self._traceable() else ()
+        return (Stage.WARMUP, Stage.BARE, Stage.SITES, *recorded)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last phase has ended."""
+        return self.stage == Stage.DONE
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self.steps.install()
+        self.ranges.install()
+        self.batches.on_request(self.steps.requested)
+        self._collections.install()
+        self._hook_warnings()
+        self._start = stamp_now()
+
+    def stop(self) -> None:
+        """End whatever is running and restore everything. The step that was cut short is kept as such."""
+        try:
+            if not self.over and self._start is not None:
+                self._keep(Stamp(now(), None), complete=False)
+        finally:
+            self._unhook()
+            self.ranges.remove()
+            self.steps.remove()
+            self.stage = Stage.DONE
+
+    def _unhook(self) -> None:
+        """All but the optimizer hooks, which idle: this runs inside one, while torch iterates over them."""
+        self.steps.idle = True
+        for release in (
+            self.hooks.remove,
+            self._collections.remove,
+            self.ranges.end,
+            self.sampler.stop,
+            self.windows[Stage.LIGHT].stop,
+            self.windows[Stage.FULL].stop,
+            self.batches.remove,
+        ):
+            release()
+
+    def _handed(self, samples: int, waited_ns: int) -> None:
+        counts = self._counts
+        counts[0] += 1
+        counts[1] += samples if samples >= 0 and counts[1] >= 0 else -1 - counts[1]
+        counts[2] += waited_ns
+
+    def _restart(self) -> None:
+        """What was taken for steps were micro-batches: begin again, unless a recording runs or is over."""
+        if self.stage in (Stage.WARMUP, Stage.BARE, Stage.SITES):
+            self._leave(self.stage)
+            self.rows.clear()
+            self.stage, self._in_stage = Stage.WARMUP, 0
+            self._collections.install()
+        self._start = stamp_now()
+
+    def _ended(self, stamp: Stamp) -> None:
+        if self.over:
+            return
+        self._keep(stamp, complete=True)
+        self._start = stamp
+        if self._complete():
+            self._advance()
+        elif self.stage == Stage.FULL and self._in_stage == 1:
+            self._at_edge(lambda: self._record(Stage.FULL))
+        if self.stage == Stage.WARMUP:
+            self._hook_warnings()
+        self.hooks.heal()
+        if self.over:
+            self._unhook()
+            self.finished()
+
+    def _keep(self, end: Stamp, *, complete: bool) -> None:
+        assert self._start is not None
+        micro_batches, samples, data_ns = self._counts
+        settled = self._in_stage >= self.plan.settling(self.stage)
+        self.rows.append(
+            Row(
+                stage=self.stage,
+                number=len(self.rows),
+                start=self._start,
+                end=end,
+                micro_batches=micro_batches,
+                samples=samples if micro_batches else -1,
+                data_ns=data_ns,
+                settled=settled,
+                complete=complete,
+            )
+        )
+        self._in_stage += 1
+        self._counts = [0, 0, 0]
+
+    def _complete(self) -> bool:
+        """Whether the running phase has the steps that it needs."""
+        plan = self.plan
+        if self.stage != Stage.WARMUP:
+            return self._in_stage >= plan.length(self.stage) + plan.settling(self.stage)
+        settled = self._settling.settled()
+        # Ranks must change phases together, or one would wait for the others in a collective.
+        return self._in_stage >= plan.warmup and (settled or _distributed() or self._in_stage >= plan.longest_warmup)
+
+    def _advance(self) -> None:
+        following = [stage for stage in self.stages if stage > self.stage]
+        self._at_edge(lambda: self._change_to(following[0] if following else Stage.DONE))
+        self._in_stage = 0
+
+    def _change_to(self, stage: Stage) -> None:
+        self._leave(self.stage)
+        self.stage = stage
+        self._enter(stage)
+
+    def _at_edge(self, change: Callable[[], None]) -> None:
+        self.hooks.paused = True
+        try:
+            change()
+        except Exception as error:  # whatever goes wrong in here must not end the user's loop
+            self.notes.append(Note(code="phase-failed", text=f"the phase {self.stage.name.lower()} failed: {error!r}"))
+            self.stage = Stage.DONE
+        self.hooks.paused = False
+        self._start = stamp_now()  # the edge itself belongs to no step
+
+    def _leave(self, stage: Stage) -> None:
+        self.ranges.forget_started()
+        self.sampler.stop()
+        if stage == Stage.WARMUP:
+            self.hooks.remove()
+            self._collections.remove()
+        if stage in self.windows:
+            self.windows[stage].stop()
+
+    def _enter(self, stage: Stage) -> None:
+        if stage == Stage.SITES:
+            self._hook_calls()
+        if stage == Stage.LIGHT:
+            self._record(stage)
+
+    def _hook_warnings(self) -> None:
+        if not self.emulated and cuda_active():
+            self.hooks.catch_warnings()
+
+    def _hook_calls(self) -> None:
+        self._collections.install()
+        self.ranges.begin()
+        self._hook_warnings()
+        if not self.emulated and cuda_active():
+            self.hooks.patch_calls()
+
+    def _record(self, stage: Stage) -> None:
+        if stage == Stage.LIGHT and cuda_active():
+            sys.modules["torch"].cuda.synchronize()
+            self.costs = measure_costs()
+        if stage == Stage.FULL:
+            self.sampler.start()
+        if not self.windows[stage].start():
+            self.notes.append(Note(code="profiler-busy", text=self.windows[stage].problem))
+
+    def _traceable(self) -> bool:
+        return cuda_active() and not self.emulated if self._profiled is None else self._profiled
+
+
+def _distributed() -> bool:
+    distributed: Any = sys.modules["torch"].distributed
+    return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)

@@ -1,0 +1,132 @@
+"""Where one step ends and the next begins.
+
+A step is one optimizer update. Marks by hand come first, then optimizer hooks, then the batches that were handed out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from perfdoctor.watch.patches import Patches
+
+# So many batches without any optimizer update, and the optimizer is one that torch's hooks do not reach.
+PATIENCE = 16
+
+HOOKS, BATCHES, MARKS = "optimizer hooks", "batches", "session.step()"
+
+
+class StepDetector:
+    """Calls `ended(stamp)` at the end of each step; `stamp` is what `stamp_now()` gave at that moment.
+
+    With several optimizers a new step begins when one that has stepped steps again, so that the first cycle is known
+    one update late; from then on the step ends with the last update of the cycle. `restarted()` is called where an
+    optimizer steps for the first time after batches had been taken for steps.
+    """
+
+    def __init__(
+        self, stamp_now: Callable[[], Any], ended: Callable[[Any], None], restarted: Callable[[], None] = lambda: None
+    ) -> None:
+        self._stamp_now = stamp_now
+        self._ended = ended
+        self._restarted = restarted
+        self._handles: list[Any] = []
+        self._patches = Patches()
+        self._seen: set[int] = set()
+        self._cycle: frozenset[int] = frozenset()
+        self._last: Any = None
+        self._updated = False
+        self._num_batches = 0
+        self.idle = False  # set once nobody waits for steps any more
+        self.source = HOOKS
+        self.num_skipped = 0  # updates that a GradScaler left out
+        self.optimizers: dict[int, weakref.ref[Any]] = {}
+
+    def install(self) -> None:
+        """Register with every torch optimizer there is or will be."""
+        import torch
+        from torch.amp.grad_scaler import GradScaler
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        compiling = torch.compiler.is_compiling
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # A step inside a compiled region is traced, not run: the batches count instead, and nothing breaks.
+            if not (compiling() or self.idle):
+                self.updated(optimizer)
+
+        self._handles.append(register_optimizer_step_post_hook(stepped))
+        update: Any = GradScaler.update
+
+        def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            result = update(scaler, *args, **kwargs)
+            if not self.idle:
+                self.scaled()
+            return result
+
+        self._patches.replace(GradScaler, "update", updated)
+
+    def remove(self) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._patches.undo()
+
+    def updated(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+        if self.source == MARKS or _capturing():
+            return
+        key = id(optimizer)
+        if key not in self.optimizers:
+            self.optimizers[key] = weakref.ref(optimizer)
+        if self.source == BATCHES:
+            self._restarted()
+        self.source, self._updated, self._num_batches = HOOKS, True, 0
+        if key in self._seen:  # the cycle ended with the update before this one
+            self._cycle = frozenset(self._seen)
+            self._end(self._last)
+        self._seen.add(key)
+        self._last = self._stamp_now()
+        if self._cycle and self._seen >= self._cycle:
+            self._end(self._last)
+
+    def scaled(self) -> None:
+        """A GradScaler has updated its scale: the end of a step whose update was left out, if no optimizer stepped."""
+        if self.source == HOOKS and not self._updated:
+            self.num_skipped += 1
+            self._end(self._stamp_now())
+        self._updated = False
+
+    def requested(self) -> None:
+        """The loop asks for its next batch."""
+        if self.source == MARKS or self.idle:
+            return
+        self._num_batches += 1
+        if self.source == BATCHES:
+            self._end(self._stamp_now())
+        elif self._num_batches > PATIENCE:
+            self.source = BATCHES
+
+    def mark(self) -> None:
+        """The user says that a step ends here."""
+        self.source = MARKS
+        self._end(self._stamp_now())
+
+    def _end(self, stamp: Any) -> None:
+        self._seen.clear()
+        self._ended(stamp)
+
+
+def now() -> int:
+    """The clock of every mark: Unix time in ns, as in CUDA-only recordings."""
+    return time.time_ns()
+
+
+def _capturing() -> bool:
+    # While a CUDA graph is captured no step runs, and an event recorded here would become part of the graph.
+    torch: Any = sys.modules["torch"]
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,81 @@
+"""torch.compile beside the hooks: no graph break and no recompilation, whichever comes first."""
+
+import pytest
+import torch
+
+from perfdoctor.record.call_site import HitLog
+from perfdoctor.watch.call_sites import CallSiteHooks
+from perfdoctor.watch.steps import StepDetector
+
+
+@pytest.fixture
+def counter():
+    # Imported here: torch._dynamo takes two seconds, and its warnings are not ours.
+    import torch._dynamo
+    from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+def loss_of(x, y):
+    moved = y.to("cpu", non_blocking=True)
+    copied = torch.empty(8).copy_(x[0], non_blocking=True)
+    return x.to(torch.float32).sum() + moved.sum() + copied.sum()
+
+
+def run(compiled):
+    for _ in range(3):
+        compiled(torch.ones(4, 8), torch.ones(3))
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_are_invisible_to_compiled_code(counter, compiled_first):
+    from torch._dynamo.utils import counters
+
+    compiled = torch.compile(loss_of, backend=counter)
+    if compiled_first:
+        run(compiled)
+    hooks = CallSiteHooks(HitLog())
+    detector = StepDetector(lambda: 0, lambda stamp: None)
+    hooks.catch_warnings()
+    hooks.patch_calls()
+    detector.install()
+    try:
+        run(compiled)
+    finally:
+        hooks.remove()
+        detector.remove()
+    run(compiled)
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_update_is_not_broken_by_the_step_hook(counter):
+    from torch._dynamo.utils import counters
+
+    def graph_breaks(install):
+        torch._dynamo.reset()
+        counters.clear()
+        weight = torch.nn.Parameter(torch.ones(4))
+        weight.grad = torch.ones(4)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        detector = StepDetector(lambda: 0, lambda stamp: None)
+        if install:
+            detector.install()
+        try:
+            for _ in range(3):
+                compiled()
+        finally:
+            detector.remove()
+        return sum(counters["graph_break"].values()), weight.detach().clone()
+
+    (plain, expected), (watched, weight) = graph_breaks(False), graph_breaks(True)
+    assert watched == plain
+    assert torch.equal(weight, expected)

@@ -1,0 +1,142 @@
+"""Step boundaries with real optimizers, one and several, scalers, closures and compiled updates."""
+
+import itertools
+
+import pytest
+import torch
+
+from perfdoctor.watch.steps import BATCHES, HOOKS, MARKS, PATIENCE, StepDetector
+
+
+@pytest.fixture
+def detector():
+    ticks = itertools.count()
+    ends = []
+    detector = StepDetector(lambda: next(ticks), ends.append)
+    detector.ends = ends
+    detector.install()
+    yield detector
+    detector.remove()
+
+
+def optimizer(kind=torch.optim.SGD, **options):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return kind([parameter], lr=0.1, **options)
+
+
+def test_one_optimizer_ends_a_step_each_time(detector):
+    one = optimizer()
+    for _ in range(5):
+        one.step()
+    # The first end is known at the second update; its stamp is that of the first.
+    assert detector.ends == [0, 1, 2, 3, 4]
+    assert detector.source == HOOKS
+
+
+def test_a_cycle_of_two_optimizers_is_one_step(detector):
+    first, second = optimizer(), optimizer(torch.optim.AdamW)
+    for _ in range(4):
+        first.step()
+        second.step()
+    assert detector.ends == [1, 3, 5, 7]  # each at the second one's update
+
+
+def test_an_optimizer_that_steps_again_begins_a_new_step(detector):
+    critic, generator = optimizer(), optimizer()
+    for step in range(6):
+        critic.step()
+        if step % 3 == 2:
+            generator.step()
+    # Stamps: critic 0, 1, 2, generator 3, critic 4, 5, 6, generator 7.
+    assert detector.ends[:2] == [0, 1]
+    assert detector.ends == sorted(set(detector.ends))
+    assert len(detector.ends) >= 6
+
+
+def test_a_closure_called_many_times_is_one_step(detector):
+    weight = torch.nn.Parameter(torch.ones(2))
+    lbfgs = torch.optim.LBFGS([weight], max_iter=4)
+    calls = []
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = (weight - 3).square().sum()
+        loss.backward()
+        calls.append(1)
+        return loss
+
+    for _ in range(3):
+        lbfgs.step(closure)
+    assert len(calls) > 3
+    assert len(detector.ends) == 3
+
+
+def test_an_update_left_out_by_a_scaler_ends_its_step(detector):
+    one = optimizer()
+    weight = one.param_groups[0]["params"][0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for gradient in (1.0, 1.0, float("inf"), 1.0):
+        weight.grad = None
+        scaler.scale((weight * gradient).sum()).backward()
+        scaler.step(one)
+        scaler.update()
+    assert len(detector.ends) == 4
+    assert detector.num_skipped == 1
+
+
+def test_batches_stand_in_for_an_optimizer_out_of_reach(detector):
+    for _ in range(PATIENCE + 4):
+        detector.requested()
+    assert detector.source == BATCHES
+    assert len(detector.ends) == 3
+
+
+def test_accumulation_beyond_patience_starts_again_with_the_first_update():
+    restarts = []
+    detector = StepDetector(lambda: 0, lambda stamp: None, lambda: restarts.append(1))
+    detector.install()
+    try:
+        for _ in range(PATIENCE + 2):
+            detector.requested()
+        optimizer().step()
+    finally:
+        detector.remove()
+    assert restarts == [1]
+    assert detector.source == HOOKS
+
+
+def test_marks_by_hand_come_before_everything(detector):
+    one = optimizer()
+    detector.mark()
+    for _ in range(3):
+        detector.requested()
+        one.step()
+        one.step()
+        detector.mark()
+    assert detector.source == MARKS
+    assert len(detector.ends) == 4
+
+
+def test_new_optimizers_in_a_second_run(detector):
+    for _ in range(2):
+        one = optimizer()
+        for _ in range(3):
+            one.step()
+    assert len(detector.ends) == 6
+
+
+def test_nothing_is_left_behind():
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import optimizer as module
+
+    def state():
+        hooks = (dict(module._global_optimizer_pre_hooks), dict(module._global_optimizer_post_hooks))
+        return hooks, GradScaler.update
+
+    before = state()
+    detector = StepDetector(lambda: 0, lambda stamp: None)
+    detector.install()
+    assert state() != before
+    detector.remove()
+    assert state() == before
