@@ -110,7 +110,7 @@ class _Places:
         self.timeline = timeline
         capture = timeline.capture
         hits = capture.hits
-        live = np.flatnonzero(np.isin(hits.phase, (Phase.LIGHT, Phase.FULL)))
+        live = np.flatnonzero(np.isin(hits.phase, (Phase.LIGHT, Phase.FULL)) & (hits.site >= 0) & (hits.kind >= 0))
         live = live[_of_code(capture, *_WAITING)[hits.kind[live]]] if len(live) else live
         self.hits = live[np.argsort(hits.end_ns[live], kind="stable")]
         self.hit_ends = hits.end_ns[self.hits]

@@ -81,7 +81,7 @@ def sync_targets(timeline: Timeline) -> dict[int, int]:
     """For each sync call the index of the last work that it waits for; -1 where there was none before it."""
     calls, work = timeline.calls, timeline.work
     syncs = np.flatnonzero(np.isin(calls.kind, SYNCS))
-    streams = streams_and_events(timeline)[0][syncs]
+    streams = sync_streams(timeline)[syncs]
     last = np.full(len(syncs), -1, np.int64)
     for stream, rows in _launched_on(timeline).items():
         before = np.searchsorted(timeline.launch_ns[rows], calls.start_ns[syncs])
@@ -96,23 +96,16 @@ def sync_targets(timeline: Timeline) -> dict[int, int]:
 def event_targets(timeline: Timeline) -> dict[int, int]:
     """For each event sync the index of the work that it waits for; -1 where it found that work over.
 
-    Where the recording names the event's record, the last work launched before that on its stream; else the work that
-    ended while the host waited and just before it went on.
+    It is the work that ended while the host waited and just before it went on. No recording tells the stream of a
+    record, and the stream launched on last was the wrong one in loops of three streams.
     """
     calls, work, launch = timeline.calls, timeline.work, timeline.launch_ns
-    streams, events = streams_and_events(timeline)
-    launched = _launched_on(timeline)
     by_end = np.argsort(work.end_ns, kind="stable")
     ends = work.end_ns[by_end]
     found: dict[int, int] = {}
     for i in np.flatnonzero(calls.kind == CallKind.SYNC_EVENT).tolist():
-        record, start, end = int(events[i]), int(calls.start_ns[i]), int(calls.end_ns[i])
+        start, end = int(calls.start_ns[i]), int(calls.end_ns[i])
         found[i] = -1
-        if record >= 0:
-            rows = launched.get(int(streams[record]), by_end[:0])
-            before = int(np.searchsorted(launch[rows], calls.start_ns[record]))
-            found[i] = int(rows[before - 1]) if before else -1
-            continue
         place = int(np.searchsorted(ends, end, side="right")) - 1
         while place >= 0 and ends[place] > start and end - ends[place] <= _SIGNAL_NS:
             if launch[by_end[place]] < start:
@@ -130,40 +123,21 @@ def _launched_on(timeline: Timeline) -> dict[int, Ints]:
 
 
 @once_per_timeline
-def streams_and_events(timeline: Timeline) -> tuple[Ints, Ints]:
-    """The stream of each call (-1: unknown or the whole device) and the event it records or waits for (-1: unknown).
+def sync_streams(timeline: Timeline) -> Ints:
+    """The stream that each stream sync waits for; -1: unknown, the whole device, or another kind of call.
 
-    Shapes (num_calls,). An event goes by the index of the call that records it. A recording names the stream of a sync
-    only in its `cuda_sync` rows. Without them a stream sync waits for the stream of the copy launched just before it on
-    its thread (that is how `.item()` and `.cpu()` wait). Event waits of streams without the record's correlation (CUDA
-    12.9 and later give -1) wait for the newest record that went before.
+    Shape (num_calls,). A recording names it only in its `cuda_sync` rows. Without them a stream sync waits for the
+    stream of the copy launched just before it on its thread (that is how `.item()` and `.cpu()` wait).
     """
     calls, syncs = timeline.calls, timeline.capture.stream_syncs
     named = syncs.correlation >= 0  # -1 is unknown and links nothing
-    keys = syncs.correlation[named].tolist()
-    stream_of: dict[int, int] = dict(zip(keys, syncs.stream[named].tolist(), strict=True))
-    record_of: dict[int, int] = dict(zip(keys, syncs.record_correlation[named].tolist(), strict=True))
+    stream_of: dict[int, int] = dict(zip(syncs.correlation[named].tolist(), syncs.stream[named].tolist(), strict=True))
     nearby = _stream_before(timeline)
     streams = np.full(len(calls), -1, np.int64)
-    events = np.full(len(calls), -1, np.int64)
-    event_of_record: dict[int, int] = {}
-    newest = -1
-    rows = np.flatnonzero(np.isin(calls.kind, (*SYNCS, CallKind.EVENT_RECORD, CallKind.STREAM_WAIT)))
-    for i, kind, correlation in zip(
-        rows.tolist(), calls.kind[rows].tolist(), calls.correlation[rows].tolist(), strict=True
-    ):
-        streams[i] = stream_of.get(correlation, -1)
-        if kind == CallKind.EVENT_RECORD:
-            events[i] = newest = i
-            streams[i] = nearby[i]
-            if correlation >= 0:
-                event_of_record[correlation] = i
-        elif kind in (CallKind.STREAM_WAIT, CallKind.SYNC_EVENT):
-            guess = newest if kind == CallKind.STREAM_WAIT else -1
-            events[i] = event_of_record.get(record_of.get(correlation, -1), guess)
-        elif kind == CallKind.SYNC_STREAM and streams[i] < 0:
-            streams[i] = nearby[i]
-    return streams, events
+    for i in np.flatnonzero(calls.kind == CallKind.SYNC_STREAM).tolist():
+        stream = stream_of.get(int(calls.correlation[i]), -1)
+        streams[i] = stream if stream >= 0 else nearby[i]
+    return streams
 
 
 def _stream_before(timeline: Timeline) -> Ints:

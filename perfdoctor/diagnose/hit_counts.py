@@ -32,7 +32,7 @@ class HitCount:
 def hit_counts(capture: Capture) -> tuple[HitCount, ...]:
     """All lines hit inside steps, most hits first. The phase without a profiler counts where there is one."""
     hits = _of_one_phase(capture.hits)
-    inside = hits.take(hits.step >= 0)
+    inside = hits.take((hits.step >= 0) & (hits.site >= 0) & (hits.kind >= 0))
     if not len(inside):
         return ()
     watched = _watched_steps(capture, inside)

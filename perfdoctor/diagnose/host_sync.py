@@ -22,6 +22,7 @@ from perfdoctor.units import format_ms
 
 # Below this the host only went on to its next launch.
 _SHORT_NS = 500_000
+_NOT_RECORDED = "caught by the hooks, not found in the recorded steps: what it costs is not known"
 _NO_DEVICE = "no device recording: what it costs needs a GPU"
 
 
@@ -112,7 +113,7 @@ def _from_hits(review: Review, count: HitCount) -> Priced:
         count=count.per_step,
         count_per_micro_batch=_per_micro_batch(review, count.per_step),
         host_blocked_ns=count.blocked_ns,
-        withheld="not in every step" if rare else _NO_DEVICE,
+        withheld="not in every step" if rare else _NOT_RECORDED if review.has_device else _NO_DEVICE,
         basis="live hooks",
         advice=advice_for_kind(count.kind),
     )

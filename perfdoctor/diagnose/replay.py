@@ -11,7 +11,8 @@ its host has run ahead, and a window that ends with the loop would otherwise cou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ from perfdoctor.diagnose.dependencies import (
     event_targets,
     once_per_timeline,
     stream_dependencies,
-    streams_and_events,
+    sync_streams,
     sync_targets,
 )
 from perfdoctor.record.capture import CallKind, CopyKind, Costs, HostMemory, Ints, Spans
@@ -78,7 +79,6 @@ class _Queue:
     tail_ns: list[int]  # from the end of what it waited for to the return of the call
     kind: list[int]
     stream: list[int]
-    event: list[int]  # record: its own number; wait: the number of the record waited for, -1 unknown
     target: list[int]  # event sync: the row of the work waited for; -1 for none
     waits: list[bool]  # a copy that holds the host back
     # (row, stream, latency, gap, duration, row of the work on another stream that it waits for or -1)
@@ -86,6 +86,8 @@ class _Queue:
     awaited: frozenset[int]  # rows whose end others wait for
     calls: list[int]  # index into Timeline.calls
     closing_ns: list[int]  # host work after the last call of the round, a lane each
+    busy_until: Ints  # until when the queue of each call was busy before it
+    wait_end: Ints  # recorded end of what each call waited for; 0 for those that do not wait
 
 
 class Replay:
@@ -103,6 +105,15 @@ class Replay:
         self.steady = self.rounds.num_steps > 0
         self.num_steps = max(self.rounds.num_steps, 1)
         self._queue = _build(timeline, self.costs, self.rounds)
+
+    def with_costs(self, costs: Costs) -> Replay:
+        """The same schedule, corrected for other costs of tracing: everything that does not depend on them is kept."""
+        other = copy.copy(self)
+        queue = self._queue
+        before, own, tail = _host_times(self.timeline, costs, self.rounds, queue.busy_until, queue.wait_end)
+        other.costs = costs
+        other._queue = replace(queue, before_ns=before, own_ns=own, tail_ns=tail)
+        return other
 
     @property
     def calls(self) -> Ints:
@@ -199,30 +210,20 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
     index = np.arange(rounds.first, rounds.last)
     kind = calls.kind[index]
     lanes, busy_until = _lanes(timeline, index)
-    before = np.maximum(calls.start_ns[index] - busy_until, 0)
-    if len(before):
-        before[0] = rounds.lead_ns
     wait_end = _wait_ends(timeline, index)
-    start, end = calls.start_ns[index], calls.end_ns[index]
-    waited = np.clip(wait_end - start, 0, end - start)
-    tail = np.where(wait_end > 0, end - np.maximum(wait_end, start), 0)
-    tail = np.where(np.isin(kind, SYNCS), np.maximum(tail, 0), tail)
-    own = np.where(wait_end > 0, 0, end - start)
-    own = _without_queue_blocking(own, kind)
-    before, own = _less_tracing(timeline, costs, index, before, own)
-    # A staged copy returns while its last piece is still under way: its tail is negative and no cost of tracing.
-    tail = np.where(tail > 0, np.maximum(tail - costs.call_ns, np.where(waited > 0, 1_000, 0)), tail)
-    streams, events = streams_and_events(timeline)
+    before, own, tail = _host_times(timeline, costs, rounds, busy_until, wait_end)
+    streams = sync_streams(timeline)
     waits = _inside_round(timeline, rounds, stream_dependencies(timeline))
     targets = _inside_round(timeline, rounds, event_targets(timeline))
     return _Queue(
         lane=lanes.tolist(),
-        before_ns=before.tolist(),
-        own_ns=own.tolist(),
-        tail_ns=tail.tolist(),
+        before_ns=before,
+        own_ns=own,
+        tail_ns=tail,
+        busy_until=busy_until,
+        wait_end=wait_end,
         kind=kind.tolist(),
         stream=streams[index].tolist(),
-        event=events[index].tolist(),
         target=[targets.get(i, -1) for i in index.tolist()],
         waits=((wait_end > 0) & ~np.isin(kind, SYNCS)).tolist(),
         works=_works(timeline, index, waits),
@@ -230,6 +231,26 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
         calls=index.tolist(),
         closing_ns=[0] * (int(lanes.max()) + 1 if len(lanes) else 1),
     )
+
+
+def _host_times(
+    timeline: Timeline, costs: Costs, rounds: _Rounds, busy_until: Ints, wait_end: Ints
+) -> tuple[list[int], list[int], list[int]]:
+    """Before, inside and after the waiting of each call, corrected for what tracing cost."""
+    calls = timeline.calls
+    index = np.arange(rounds.first, rounds.last)
+    kind, start, end = calls.kind[index], calls.start_ns[index], calls.end_ns[index]
+    before = np.maximum(start - busy_until, 0)
+    if len(before):
+        before[0] = rounds.lead_ns
+    waited = np.clip(wait_end - start, 0, end - start)
+    tail = np.where(wait_end > 0, end - np.maximum(wait_end, start), 0)
+    tail = np.where(np.isin(kind, SYNCS), np.maximum(tail, 0), tail)
+    own = _without_queue_blocking(np.where(wait_end > 0, 0, end - start), kind)
+    before, own = _less_tracing(timeline, costs, index, before, own)
+    # A staged copy returns while its last piece is still under way: its tail is negative and no cost of tracing.
+    tail = np.where(tail > 0, np.maximum(tail - costs.call_ns, np.where(waited > 0, 1_000, 0)), tail)
+    return before.tolist(), own.tolist(), tail.tolist()
 
 
 def _inside_round(timeline: Timeline, rounds: _Rounds, awaited: dict[int, int]) -> dict[int, int]:
@@ -328,6 +349,9 @@ def _less_tracing(timeline: Timeline, costs: Costs, index: Ints, before: Ints, o
         long = before > LAUNCH_PATH_NS
         cost = np.where(long, cost + _counted(timeline, costs, index, before), 0)
         cost = np.where(long, cost, np.round(costs.full_share * (before + own)).astype(np.int64))
+    elif costs.light_share:
+        rest = np.maximum(before + own - cost, 0)
+        cost = np.where(before > LAUNCH_PATH_NS, cost, cost + np.round(costs.light_share * rest).astype(np.int64))
     from_gap = np.minimum(cost, before)
     return before - from_gap, np.maximum(own - (cost - from_gap), 0)
 
@@ -409,11 +433,10 @@ def _run(queue: _Queue, edits: Edits, rounds: int) -> list[int]:
     """The time at which each round was over on host and device."""
     clocks = [0] * len(queue.closing_ns)
     streams: dict[int, int] = {}
-    events: dict[int, int] = {}
     ended: dict[int, int] = {}  # kept from round to round: the first calls of one wait for the last work of another
     ends: list[int] = []
     for _ in range(rounds):
-        _run_round(queue, edits, clocks, streams, events, ended)
+        _run_round(queue, edits, clocks, streams, ended)
         ends.append(max(max(clocks), max(streams.values(), default=0)))
     return ends
 
@@ -423,17 +446,15 @@ def _run_round(
     edits: Edits,
     clocks: list[int],
     streams: dict[int, int],
-    events: dict[int, int],
     ended: dict[int, int],
 ) -> None:
     unblocked, dropped, saved, scale = edits.unblocked, edits.dropped, edits.host_saved_ns, edits.work_scale
     muted, graphed, awaited = edits.muted, edits.graphed, queue.awaited
     syncs = frozenset(int(k) for k in SYNCS)
     sync_device, sync_event = int(CallKind.SYNC_DEVICE), int(CallKind.SYNC_EVENT)
-    record, stream_wait = int(CallKind.EVENT_RECORD), int(CallKind.STREAM_WAIT)
-    for lane, before, own, tail, kind, stream, event, awaits, waits, works, call in zip(
-        queue.lane, queue.before_ns, queue.own_ns, queue.tail_ns, queue.kind, queue.stream, queue.event,
-        queue.target, queue.waits, queue.works, queue.calls, strict=True,
+    for lane, before, own, tail, kind, stream, awaits, waits, works, call in zip(
+        queue.lane, queue.before_ns, queue.own_ns, queue.tail_ns, queue.kind, queue.stream, queue.target,
+        queue.waits, queue.works, queue.calls, strict=True,
     ):  # fmt: skip
         if call in saved:
             before = max(before - saved[call], 0)
@@ -462,14 +483,10 @@ def _run_round(
                 if kind == sync_device or (kind != sync_event and stream < 0):
                     target = max(streams.values(), default=0)
                 elif kind == sync_event:
-                    target = events.get(event, 0) if event >= 0 else ended.get(awaits, 0)
+                    target = ended.get(awaits, 0)
                 else:
                     target = streams.get(stream, 0)
                 now = max(now, target) + tail
         elif waits:
             now = max(now, done) + tail if call not in unblocked else now
-        elif kind == record:
-            events[event] = streams.get(stream, 0) if stream >= 0 else max(streams.values(), default=0)
-        elif kind == stream_wait and event in events and stream >= 0:
-            streams[stream] = max(streams.get(stream, 0), events[event])
         clocks[lane] = now

@@ -1,0 +1,371 @@
+"""data-wait, worker-respawn, allocator, garbage-collection, launch-bound, small-kernels, gradient-loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from loop_capture import GEMM, MS, POINTWISE, US, Body, Machine, period, run_loop, site
+
+from perfdoctor.diagnose import diagnose
+from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding
+from perfdoctor.record.capture import CallKind, Environment
+
+NATIVE = "void at::native::vectorized_elementwise_kernel<4, at::native::"
+MUL = (
+    NATIVE
+    + "AUnaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float> >, std::array<...> >(...)"
+)
+LERP = NATIVE + "lerp_scalar_kernel(at::TensorIteratorBase&)::{lambda()#1}, std::array<char*, 3ul> >(int, ...)"
+ADDCMUL = NATIVE + "addcmul_cuda_scalar_kernel(at::TensorIteratorBase&)::{lambda()#1}, std::array<...> >(int, ...)"
+ADDCDIV = NATIVE + "addcdiv_cuda_kernel(at::TensorIteratorBase&)::{lambda()#1}, std::array<char*, 4ul> >(int, ...)"
+SQRT = NATIVE + "sqrt_kernel_cuda(at::TensorIteratorBase&)::{lambda()#2}, std::array<char*, 2ul> >(int, ...)"
+NORM = (
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>, "
+    "unsigned int, float, 4> >(...)"
+)
+FOREACH = (
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+    "TensorListMetadata<4>, at::native::(anonymous namespace)::{}<float, 4, 3, 3>, std::{}<float>, float>(...)"
+)
+
+
+def of(diagnosis: Diagnosis, code: str) -> list[Finding]:
+    return [f for f in (*diagnosis.findings, *diagnosis.leave_alone) if f.code == code]
+
+
+def only(diagnosis: Diagnosis, code: str) -> Finding:
+    found = [f for f in diagnosis.findings if f.code == code]
+    assert len(found) == 1, [f.title for f in (*diagnosis.findings, *diagnosis.leave_alone)]
+    return found[0]
+
+
+def assert_headroom(finding: Finding, truth: float, step: float, share: float = 0.01) -> None:
+    assert finding.headroom is not None
+    assert finding.headroom.mid_ns == pytest.approx(truth, abs=share * step)
+
+
+# ---- data-wait ----
+
+
+def loading(wait_ns: int, kernel_ns: int = 10 * MS, mark: str = "data") -> Body:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(wait_ns, pause=mark if mark == "data" else "", named=mark if mark != "data" else "")
+        machine.host(200 * US)
+        for _ in range(10):
+            machine.launch(kernel_ns // 10)
+        machine.read()
+
+    return body
+
+
+@pytest.mark.parametrize("mark", ["data", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"])
+def test_a_slow_loader_by_hand(mark: str) -> None:
+    slow = run_loop(loading(6 * MS, mark=mark), 12)
+    truth = slow.period_ns - period(loading(0, mark=mark))
+    assert truth == pytest.approx(6 * MS, rel=0.001)
+    diagnosis = diagnose(slow.capture(2))
+    finding = only(diagnosis, "data-wait")
+    assert finding.host_blocked_ns == 6 * MS
+    assert finding.count == 1
+    assert finding.gpu_idle_ns == pytest.approx(0.9 * 6 * MS, rel=0.001)  # the first window begins with its work
+    assert_headroom(finding, truth, slow.period_ns)
+    assert diagnosis.binding == Binding.HOST_DATA
+
+
+def test_a_loader_slower_than_the_device_comes_first() -> None:
+    """Without the read the host still waits 15 ms a step for its batch: the read hides at most the kernels' 10 ms."""
+    slow = run_loop(loading(15 * MS), 12)
+    diagnosis = diagnose(slow.capture(2))
+    assert diagnosis.findings[0].code == "data-wait"
+    assert_headroom(diagnosis.findings[0], 15 * MS, slow.period_ns)
+
+
+def test_a_loader_that_keeps_up_is_silent() -> None:
+    assert not of(diagnose(run_loop(loading(50 * US), 12).capture(2)), "data-wait")
+
+
+def test_a_wait_that_the_device_hides_gives_nothing_back() -> None:
+    """The host waits 3 ms of a 10 ms step, and the device never waits for it."""
+
+    def body(machine: Machine, step: int) -> None:
+        machine.host(3 * MS, pause="data")
+        for _ in range(10):
+            machine.launch(1 * MS)
+
+    diagnosis = diagnose(run_loop(body, 20).capture(4))
+    assert not [f for f in diagnosis.findings if f.code == "data-wait"]
+
+
+def test_data_wait_is_not_judged_before_the_buffered_batches_are_used_up() -> None:
+    """4 workers x 2 batches ready: the first 8 steps wait for nothing, whatever the loader."""
+
+    def body(machine: Machine, step: int) -> None:
+        loading(8 * MS if step >= 8 else 10 * US)(machine, step)
+
+    environment = Environment(num_workers=4, prefetch_factor=2)
+    short = diagnose(run_loop(body, 8).capture(environment=environment))
+    assert not of(short, "data-wait")
+    assert [s.why for s in short.skipped if s.check == "data-wait"]
+    full = run_loop(body, 20)
+    finding = only(diagnose(full.capture(environment=environment)), "data-wait")
+    # A mean over all twenty steps would be 4.8 ms.
+    assert finding.host_blocked_ns == 8 * MS
+    assert_headroom(finding, 8 * MS, full.period_ns, 0.05)
+
+
+def test_an_unmarked_window_with_workers_is_judged_as_one() -> None:
+    capture = run_loop(loading(6 * MS), 3).capture(marked=False, environment=Environment(num_workers=4))
+    assert diagnose(capture).step is not None
+
+
+def test_no_mark_of_a_loader_is_said() -> None:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(5 * MS)
+        machine.launch(5 * MS)
+
+    diagnosis = diagnose(run_loop(body, 8).capture())
+    assert not of(diagnosis, "data-wait")
+    assert any(s.check == "data-wait" for s in diagnosis.skipped)
+
+
+def test_workers_started_again() -> None:
+    def body(machine: Machine, step: int) -> None:
+        if step % 4 == 0:
+            machine.host(40 * MS, pause="worker-start")
+        machine.launch(5 * MS)
+        machine.read()
+
+    slow = run_loop(body, 16)
+    finding = only(diagnose(slow.capture(4)), "worker-respawn")
+    assert finding.count == 0.25
+    assert finding.host_blocked_ns == 10 * MS
+    assert_headroom(finding, 10 * MS, slow.period_ns)
+    steady = diagnose(run_loop(loading(1 * MS), 8).capture())
+    assert not of(steady, "worker-respawn")
+
+
+# ---- allocator, garbage collection ----
+
+
+def test_cuda_malloc_in_every_step() -> None:
+    def loop(fixed: bool) -> Body:
+        def body(machine: Machine, step: int) -> None:
+            machine.host(2 * MS)
+            if not fixed:
+                machine.allocate(1_500 * US)
+                machine.allocate(500 * US, CallKind.FREE)
+            machine.launch(3 * MS)
+            machine.read()
+
+        return body
+
+    slow = run_loop(loop(False), 10)
+    finding = only(diagnose(slow.capture(2)), "allocator")
+    assert finding.kind == "cuda_malloc"
+    assert finding.count == 2
+    assert finding.host_blocked_ns == 2 * MS
+    assert_headroom(finding, slow.period_ns - period(loop(True)), slow.period_ns)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_cuda_malloc_at_the_start_alone_is_warm_up(marked: bool) -> None:
+    def body(machine: Machine, step: int) -> None:
+        if step == 0:
+            for _ in range(20):
+                machine.allocate(1 * MS)
+        machine.host(2 * MS)
+        machine.launch(3 * MS, name=GEMM if step % 3 else POINTWISE)
+
+    assert not of(diagnose(run_loop(body, 10).capture(marked=marked)), "allocator")
+
+
+def test_garbage_collections_in_the_steps() -> None:
+    def loop(fixed: bool) -> Body:
+        def body(machine: Machine, step: int) -> None:
+            machine.host(2 * MS)
+            if step % 2 == 0 and not fixed:
+                machine.host(6 * MS, pause="gc:2")
+            machine.launch(3 * MS)
+            machine.read()
+
+        return body
+
+    slow = run_loop(loop(False), 12)
+    finding = only(diagnose(slow.capture(2)), "garbage-collection")
+    assert finding.host_blocked_ns == 3 * MS
+    assert finding.count == 0.5
+    assert "5 full collections" in finding.title
+    assert_headroom(finding, slow.period_ns - period(loop(True)), slow.period_ns)
+
+
+def test_short_collections_are_silent() -> None:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(20 * US, pause="gc:0")
+        machine.host(5 * MS)
+        machine.launch(3 * MS)
+
+    assert not of(diagnose(run_loop(body, 10).capture(2)), "garbage-collection")
+
+
+def window(late: bool) -> Body:
+    """Launches that never repeat, with ten allocations at the start or all along."""
+
+    def body(machine: Machine, step: int) -> None:
+        for i in range(100):
+            if (late and i % 10 == 0) or (not late and i < 10):
+                machine.allocate(1 * MS)
+            machine.host(1 * MS)
+            machine.launch(500 * US, name=f"kernel_{chr(97 + i * i % 23)}_{chr(97 + i * i * i % 19)}")
+
+    return body
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_an_unmarked_window_tells_allocations_at_its_start_from_those_all_along(late: bool) -> None:
+    capture = run_loop(window(late), 1).capture(marked=False)
+    assert bool(of(diagnose(capture), "allocator")) is late
+
+
+# ---- launch-bound, small kernels ----
+
+
+def launching(kernel_ns: int, host_ns: int = 10 * US, number: int = 300) -> Body:
+    def body(machine: Machine, step: int) -> None:
+        for i in range(number):
+            machine.host(host_ns)
+            machine.launch(kernel_ns, GEMM if i % 2 else POINTWISE)
+
+    return body
+
+
+def test_small_kernels_behind_a_slow_host_are_launch_bound() -> None:
+    slow = run_loop(launching(5 * US), 10)
+    diagnosis = diagnose(slow.capture(2))
+    finding = only(diagnosis, "launch-bound")
+    assert finding.count == 300
+    assert finding.gpu_idle_ns == pytest.approx(300 * 9 * US, rel=0.02)  # 14 us a launch, 5 us of kernel
+    assert diagnosis.binding == Binding.HOST_LAUNCHING
+    assert finding.headroom is not None
+    # From a CUDA graph: bound by the kernels and their gaps, 6 us each instead of 14.
+    assert finding.headroom.mid_ns == pytest.approx(300 * 8 * US, rel=0.05)
+
+
+def test_small_kernels_that_the_host_outruns_are_not_launch_bound() -> None:
+    """The device has gaps of 1 us between kernels of 4 us, all launched long before: no launch came late."""
+    diagnosis = diagnose(run_loop(launching(4 * US, host_ns=0, number=400), 30).capture(10))
+    assert not [f for f in diagnosis.findings if f.code == "launch-bound"]
+    assert diagnosis.accounting is not None
+    assert diagnosis.accounting.idle_by_code.get("launch-bound", 0) == 0
+    assert diagnosis.binding != Binding.HOST_LAUNCHING
+
+
+def test_large_kernels_are_not_launch_bound() -> None:
+    assert not of(diagnose(run_loop(launching(50 * US), 10).capture(2)), "launch-bound")
+
+
+def test_a_graph_of_many_kernels_is_not_launch_bound() -> None:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(100 * US)
+        machine.launch(3 * US, kernels=1000)
+        machine.read()
+
+    diagnosis = diagnose(run_loop(body, 10).capture(2))
+    assert not of(diagnosis, "launch-bound")
+    assert not of(diagnosis, "small-kernels")
+
+
+# ---- loops over tensors ----
+
+
+def optimizer(body_of: str, tensors: int = 80) -> Body:
+    """A model of 12 layers, then one of many ways to update its tensors."""
+
+    def body(machine: Machine, step: int) -> None:
+        for _ in range(12):
+            machine.host(20 * US)
+            machine.launch(200 * US, GEMM)
+            machine.launch(20 * US, POINTWISE)
+        if body_of == "single":
+            for _ in range(tensors):
+                for name in (MUL, LERP, ADDCMUL, SQRT, ADDCDIV):
+                    machine.host(10 * US)
+                    machine.launch(2 * US, name)
+        elif body_of == "foreach":
+            for name in ("BinaryOpScalarFunctor", "TernaryOpScalarFunctor", "PointwiseOpScalarFunctor"):
+                for _ in range(20):  # the chunks of one call over much memory
+                    machine.launch(10 * US, FOREACH.format(name, "multiplies"))
+        elif body_of == "groups":
+            for _ in range(tensors):
+                for name in ("BinaryOpScalarFunctor", "TernaryOpScalarFunctor", "PointwiseOpScalarFunctor"):
+                    machine.host(10 * US)
+                    machine.launch(2 * US, FOREACH.format(name, "multiplies"))
+        elif body_of == "norms":
+            for _ in range(tensors):
+                machine.host(10 * US)
+                machine.launch(3 * US, NORM)
+                machine.read(at=site(77))
+        machine.wait_device()
+
+    return body
+
+
+@pytest.mark.parametrize(("kind", "launches"), [("single", 400), ("groups", 240)])
+def test_an_optimizer_tensor_by_tensor(kind: str, launches: int) -> None:
+    slow = run_loop(optimizer(kind), 8)
+    diagnosis = diagnose(slow.capture(2))
+    finding = only(diagnosis, "gradient-loop")
+    assert f"{launches} launches for 80 tensors" in finding.title
+    assert finding.count == 1
+    most = slow.period_ns - period(optimizer(""))
+    assert finding.headroom is not None
+    assert 0.5 * most < finding.headroom.mid_ns <= 1.01 * most
+    if kind == "single":
+        assert finding.advice is not None
+        assert any("fused" in line for line in finding.advice.lines)
+
+
+@pytest.mark.parametrize("kind", ["", "foreach"])
+def test_layers_and_multi_tensor_calls_are_no_loops_over_tensors(kind: str) -> None:
+    assert not of(diagnose(run_loop(optimizer(kind), 8).capture(2)), "gradient-loop")
+
+
+def test_thirty_layers_with_matrix_kernels_are_no_loop_over_tensors() -> None:
+    def body(machine: Machine, step: int) -> None:
+        for _ in range(30):
+            machine.host(20 * US)
+            machine.launch(50 * US, GEMM)
+            machine.launch(5 * US, POINTWISE)
+            machine.launch(5 * US, MUL)
+
+    assert not of(diagnose(run_loop(body, 8).capture(2)), "gradient-loop")
+
+
+def test_a_norm_and_a_read_for_each_tensor() -> None:
+    slow = run_loop(optimizer("norms"), 8)
+    diagnosis = diagnose(slow.capture(2))
+    finding = only(diagnosis, "gradient-loop")
+    assert finding.kind == "slow_grad_norm_loop"
+    assert "80 launches for 80 tensors, and as many reads" in finding.title
+    assert finding.site == site(77)
+    assert diagnosis.findings[0] is finding or diagnosis.findings[0].site == site(77)
+    assert_headroom(finding, slow.period_ns - period(optimizer("")), slow.period_ns, 0.05)
+
+
+def test_a_loop_over_few_tensors_is_silent() -> None:
+    assert not of(diagnose(run_loop(optimizer("single", tensors=8), 8).capture(2)), "gradient-loop")
+
+
+def test_a_loop_in_one_of_many_steps_is_no_cost_of_every_step() -> None:
+    def body(machine: Machine, step: int) -> None:
+        optimizer("norms" if step == 7 else "")(machine, step)
+
+    assert not of(diagnose(run_loop(body, 12).capture(2)), "gradient-loop")
+
+
+def test_steps_of_the_session_count_towards_the_used_up_buffer() -> None:
+    """A session that records from step 100 on has long used up what its loader had ready."""
+    capture = run_loop(loading(6 * MS), 6).capture(environment=Environment(num_workers=8, prefetch_factor=2))
+    late = replace(capture, steps=replace(capture.steps, index=capture.steps.index + 100))
+    only(diagnose(late), "data-wait")
+    assert not of(diagnose(capture), "data-wait")
