@@ -39,12 +39,17 @@ if TYPE_CHECKING:
     from perfdoctor.errors import SyncBudgetExceeded as SyncBudgetExceeded
     from perfdoctor.errors import UnsupportedTraceError as UnsupportedTraceError
     from perfdoctor.errors import UsageError as UsageError
+    from perfdoctor.kernels.grad_stats import clip_grad_norm_ as clip_grad_norm_
+    from perfdoctor.kernels.grad_stats import grad_norm as grad_norm
+    from perfdoctor.kernels.grad_stats import grad_stats as grad_stats
     from perfdoctor.record.capture import Capture as Capture
     from perfdoctor.record.capture import Environment as Environment
     from perfdoctor.record.capture import Frame as Frame
     from perfdoctor.record.capture import Site as Site
     from perfdoctor.record.load import load_capture as load_capture
     from perfdoctor.report.page import Report as Report
+    from perfdoctor.watch.sync_guard import allow_sync as allow_sync
+    from perfdoctor.watch.sync_guard import sync_guard as sync_guard
 
 _HOMES = {
     "perfdoctor.diagnose.finding": (
@@ -57,9 +62,11 @@ _HOMES = {
         "BrokenTraceError", "CaptureError", "NotATraceError", "PerfDoctorError", "SessionError", "SyncBudgetExceeded",
         "UnsupportedTraceError", "UsageError",
     ),
+    "perfdoctor.kernels.grad_stats": ("clip_grad_norm_", "grad_norm", "grad_stats"),
     "perfdoctor.record.capture": ("Capture", "Environment", "Frame", "Site"),
     "perfdoctor.record.load": ("load_capture",),
     "perfdoctor.report.page": ("Report",),
+    "perfdoctor.watch.sync_guard": ("allow_sync", "sync_guard"),
 }  # fmt: skip
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

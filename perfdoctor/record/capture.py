@@ -316,7 +316,9 @@ class Costs:
     call_ns: int = 5_000
     op_ns: int = 3_000
     frame_ns: int = 300
-    light_share: float = 0.0  # of what is left of a short host segment: caches that the tracer took; fitted, not measured
+    light_share: float = (
+        0.0  # of what is left of a short host segment: caches that the tracer took; fitted, not measured
+    )
     builtin_ns: int = 0  # frames of C functions: cheap, and a polling loop makes thousands
     full_share: float = 0.54
     measured: bool = False

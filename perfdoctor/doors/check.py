@@ -1,0 +1,213 @@
+"""Run a script on the emulated CUDA device (or a GPU) and count, for each line, how often a step makes the host wait.
+
+    report = check_script("train.py", ["--epochs", "1"])
+    report.per_step         # the lines of the step, most frequent first
+    report.occasional       # reads on every tenth step, evaluation, set-up inside the loop
+
+A step is one optimizer update. What happens up to the end of the first step is set-up or lazy initialisation and is not
+counted; the steps after it are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Severity
+from perfdoctor.doors.script import ScriptStopped, _as_main, _execute, _load
+from perfdoctor.emulate import EmulatedDevice, emulate_cuda
+from perfdoctor.errors import UsageError
+from perfdoctor.record.call_site import HitLog
+from perfdoctor.record.capture import Note, Site
+from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, UNSYNCHRONISED_READ, SyncKind
+from perfdoctor.watch.steps import StepDetector, now
+
+# A line that is seen in at least half of the steps belongs to the step; less often it is a line that logs or evaluates.
+_PER_STEP_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedSite:
+    """One line and kind of sync: how many a step, and in what share of the steps it was seen at all."""
+
+    site: Site
+    kind: str
+    count: float  # a step: on every tenth step is 0.1
+    share: float  # of the steps in which it was seen, 0 to 1
+    total: int  # in the whole run, set-up included
+
+    @property
+    def meaning(self) -> SyncKind:
+        """The row of the table of kinds: code, phrase and advice."""
+        return KINDS[self.kind]
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it belongs to the step."""
+        return self.share >= _PER_STEP_SHARE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What one run on the emulated device showed."""
+
+    source: str
+    device: str  # in words
+    num_steps: int  # counted ones: the first is not
+    sites: tuple[CheckedSite, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def per_step(self) -> tuple[CheckedSite, ...]:
+        """Sites of the step, most frequent first."""
+        return tuple(site for site in self.sites if site.per_step)
+
+    @property
+    def occasional(self) -> tuple[CheckedSite, ...]:
+        """Sites seen inside the loop, in less than half of its steps."""
+        return tuple(site for site in self.sites if not site.per_step and site.count > 0)
+
+    @property
+    def failing(self) -> tuple[CheckedSite, ...]:
+        """What a pull request should not add: sites of the step, and reads that race however seldom they come."""
+        return tuple(site for site in self.sites if site.per_step or site.meaning.code == UNSYNCHRONISED_READ)
+
+    @property
+    def syncs_per_step(self) -> float:
+        """All sites together: what a budget is held against."""
+        return sum(site.count for site in self.sites)
+
+
+def check_script(
+    target: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    max_steps: int | None = None,
+    on_gpu: bool = False,
+) -> CheckReport:
+    """Run `target` (a path, or with `module` a module's name) as `__main__` on the emulated device, or `on_gpu`.
+
+    It is stopped at the end of step `max_steps` where that is given. Its standard output goes to standard error.
+
+    Raises:
+        UsageError: there is no such script, it failed, it made fewer than two optimizer updates, or there is no GPU.
+    """
+    linecache.checkcache()  # a file of the same name that was read before may have been another
+    program = _load(str(target), module=module)
+    ends: list[int] = []
+
+    def ended(stamp: int) -> None:
+        ends.append(stamp)
+        if max_steps is not None and len(ends) > max_steps:
+            raise ScriptStopped
+
+    name = "the GPU" if on_gpu else "the emulated CUDA device"
+    with _hooked_gpu() if on_gpu else emulate_cuda() as device, _stepping(StepDetector(now, ended)):
+        with contextlib.redirect_stdout(sys.stderr), _as_main(program, arguments):
+            exit_code, _ = _execute(program)
+        log, notes = device.log, device.notes
+    if exit_code:
+        raise UsageError(f"{target}: the script failed on {name} (exit code {exit_code}; see above)")
+    if len(ends) < 2:
+        raise UsageError(
+            f"{target}: {len(ends)} optimizer updates seen; at least 2 are needed to tell a step from set-up. "
+            "Let the script run more steps, or use a torch.optim optimizer."
+        )
+    sites = count_sites(log, ends)
+    return CheckReport(source=str(target), device=name, num_steps=len(ends) - 1, sites=sites, notes=tuple(notes))
+
+
+@contextlib.contextmanager
+def _hooked_gpu() -> Iterator[EmulatedDevice]:
+    """The live hooks on a real device, in the same form."""
+    import torch
+
+    from perfdoctor.watch.call_sites import CallSiteHooks
+
+    if not torch.cuda.is_available():
+        raise UsageError("there is no GPU here: check on the emulated CUDA device instead")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    device = EmulatedDevice(HitLog())
+    hooks = CallSiteHooks(device.log)
+    try:
+        hooks.catch_warnings()
+        hooks.patch_calls()
+        yield device
+    finally:
+        hooks.remove()
+
+
+@contextlib.contextmanager
+def _stepping(detector: StepDetector) -> Iterator[None]:
+    detector.install()
+    try:
+        yield
+    finally:
+        detector.remove()
+
+
+def count_sites(log: HitLog, ends: Sequence[int]) -> tuple[CheckedSite, ...]:
+    """Sites of `log` with their rate between the first and the last of the step `ends` (ns), most frequent first."""
+    num_steps = len(ends) - 1
+    windows: dict[tuple[int, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    totals: dict[tuple[int, str], int] = defaultdict(int)
+    for hit in log.hits:
+        if KINDS[hit.kind].code == GARBAGE_COLLECTION:
+            continue
+        key = (hit.site, hit.kind)
+        totals[key] += 1
+        window = bisect_left(ends, hit.start_ns)
+        if 0 < window <= num_steps:
+            windows[key][window] += 1
+    sites = [
+        CheckedSite(
+            site=log.sites.sites[key[0]],
+            kind=key[1],
+            count=sum(windows[key].values()) / num_steps,
+            share=len(windows[key]) / num_steps,
+            total=total,
+        )
+        for key, total in totals.items()
+    ]
+    return tuple(sorted(sites, key=lambda site: (-site.count, site.site.frame.file, site.site.frame.line, site.kind)))
+
+
+def diagnosis_of(report: CheckReport) -> Diagnosis:
+    """The report in the form that every renderer takes: sites of the step as findings, occasional ones left alone."""
+    return Diagnosis(
+        source=f"{report.source} on {report.device}, {report.num_steps} steps",
+        step=None,
+        accounting=None,
+        binding=Binding.UNKNOWN,
+        findings=tuple(_finding(site, report) for site in report.failing),
+        leave_alone=tuple(_finding(site, report) for site in report.occasional if site not in report.failing),
+        notes=report.notes,
+    )
+
+
+def _finding(site: CheckedSite, report: CheckReport) -> Finding:
+    if site.meaning.code == UNSYNCHRONISED_READ:
+        severity = Severity.ERROR
+    else:
+        severity = Severity.COST if site.per_step else Severity.INFO
+    return Finding(
+        code=site.meaning.code,
+        severity=severity,
+        title=site.meaning.phrase,
+        kind=site.kind,
+        site=site.site,
+        count=site.count,
+        withheld="a check counts; perfdoctor run on a GPU gives milliseconds",
+        basis=f"counted on {report.device}, {report.num_steps} steps",
+        advice=Advice(text=site.meaning.advice),
+    )
+
+
+__all__ = ["CheckReport", "CheckedSite", "check_script", "count_sites", "diagnosis_of"]
