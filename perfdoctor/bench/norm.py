@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perfdoctor.bench.norm", description=__doc__)
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument("--only", help="only the sets whose name contains this")
-    parser.add_argument("--sweep", action="store_true", help="try chunk lengths and programs a multiprocessor instead")
+    parser.add_argument("--sweep", action="store_true", help="try other chunk lengths, programs and cache policies")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes long to compile)")
     options = parser.parse_args(arguments)
     sets = [chosen for chosen in _sets_here() if options.only is None or options.only in chosen.name]
@@ -126,8 +126,10 @@ def _measure_set(chosen: GradientSet, compiles: bool, bandwidth: float | None) -
     row.update(_guarded(row, "accuracy", partial(_accuracy, parameters)) or {})
     parameters.clear()
     if device == "cuda":
+        from perfdoctor.kernels import stats_table
         from perfdoctor.kernels.launch_route import TABLES
 
+        stats_table.forget()
         TABLES.clear()
         torch.cuda.empty_cache()
     return row
@@ -223,40 +225,79 @@ def _accuracy(parameters: list[nn.Parameter]) -> Row:
     }
 
 
+_SWEEP_SETS = range(50_000_000, 6_000_000_000)
+_CHUNKS_KIB = (32, 64, 128)
+_KEPT_SHARES = (0.0, 0.3, 0.5, 0.7, 2.0)
+_SCALES = ((2048, 8), (4096, 4), (4096, 6), (4096, 8), (8192, 3), (8192, 4))
+
+
 def _sweep(chosen: GradientSet, compiles: bool, bandwidth: float | None) -> Row:
-    """GPU time of the norm for chunk lengths and programs a multiprocessor."""
-    from perfdoctor.kernels.work_list import PACK, TILE
+    """GPU time of the norm, of scaling and of the statistics for what could be chosen otherwise."""
+    import torch
 
     row: Row = {"name": chosen.name, "bytes": _num_bytes(chosen), "errors": [], "measurements": []}
     row["floor_us"] = 1e6 * row["bytes"] / bandwidth if bandwidth else None
+    if row["bytes"] not in _SWEEP_SETS:
+        return row
     parameters: list[Tensor] = list(chosen.parameters("cuda"))
-    for groups in (1, 2, 4, 8, 16, 32):
-        for programs in (2, 3, 4, 8):
-            name = f"{groups * PACK * TILE * 4 // 1024} KiB chunks, {programs} programs | GPU"
-            variant = partial(_variant, parameters, row["bytes"], groups * PACK * TILE, programs)
-            measurement = _guarded(row, name, variant)
-            if measurement is not None:
-                row["measurements"].append(_as_json(name, measurement))
+    for name, work in _variants(parameters):
+        per_graph = max(2, min(20, int(2e8 // row["bytes"])))
+        measurement = _guarded(row, name, partial(_gpu_time, name, work, per_graph))
+        if measurement is not None:
+            row["measurements"].append(_as_json(name, measurement))
+    parameters.clear()
+    torch.cuda.empty_cache()
     return row
 
 
-def _variant(parameters: list[Tensor], num_bytes: int, words: int, programs: int) -> Measurement:
+def _variants(parameters: list[Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each choice for itself, the others as they are by default."""
+    from perfdoctor.kernels import pointer_table, triton_launch
+
+    def norm(table: Any) -> Callable[[], object]:
+        return _afresh(table, lambda: triton_launch.norm(table, pointer_table.L2, 1.0))
+
+    for kib in _CHUNKS_KIB:
+        for share in _KEPT_SHARES:
+            yield f"norm: {kib} KiB chunks, {share:g} of L2 kept", norm(_table(parameters, kib, share))
+        table = _table(parameters, kib, 0.5)
+        yield f"stats: {kib} KiB chunks", _afresh(table, partial(triton_launch.stats, table))
+    for programs in (2, 3, 5, 8):
+        yield f"norm: {programs} programs", norm(_table(parameters, None, 0.5, programs))
+    for span, programs in _SCALES:
+        for store in ("", ".cs"):
+            table = _table(parameters, None, 0.5, programs)
+            table.scale_span, table.scale_store = span, store
+            table.coefficient.fill_(-1.0)  # scales on every call, and changes no magnitude
+            yield (
+                f"scale: {span} words, {programs} programs, {store or 'plain'}",
+                _afresh(table, partial(triton_launch.scale, table)),
+            )
+
+
+def _table(parameters: list[Tensor], kib: int | None, share: float, programs: int | None = None) -> Any:
     import torch
 
-    from perfdoctor.kernels import pointer_table, triton_launch, walker
+    from perfdoctor.kernels import pointer_table, walker
 
     rows = walker.gather_rows(parameters, False)
     assert rows is not None
     device = torch.device("cuda", torch.cuda.current_device())
+    words = None if kib is None else kib * 256
     table = pointer_table.build_table(rows, device, pointer_table.current_stream(device), words)
+    kept = share * torch.cuda.get_device_properties(device).L2_cache_size
+    table.num_kept = table.work.num_leading_chunks(kept)
     table.per_multiprocessor = programs
     _settle()
+    return table
 
+
+def _afresh(table: Any, launch: Callable[[], object]) -> Callable[[], object]:
     def call() -> object:
         table.launches.clear()  # what was prepared belongs to the stream of before
-        return triton_launch.norm(table, pointer_table.L2, 1.0)
+        return launch()
 
-    return _gpu_time("norm", call, max(2, min(20, int(2e8 // num_bytes))))
+    return call
 
 
 def _lines(row: Row) -> str:

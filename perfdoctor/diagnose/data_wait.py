@@ -139,12 +139,12 @@ def _what_to_do(review: Review) -> str:
 
 
 def _site(review: Review) -> Site | None:
-    """The line that fetches batches, where a live session saw it."""
-    hits = review.capture.hits
-    for row in range(len(hits)):
-        if review.capture.text(int(hits.kind[row])) == "dataloader_wait":
-            return review.capture.sites[int(hits.site[row])]
-    return None
+    """The line that asks for batches, where stack samples saw it."""
+    capture = review.lines.capture
+    named = capture.matching(_LOADER.search)
+    pauses = capture.pauses
+    chosen = named[pauses.name] if len(pauses) else slice(0)
+    return review.lines.within(intervals.union(pauses.start_ns[chosen], pauses.end_ns[chosen]))
 
 
 def check_worker_respawn(review: Review) -> Iterator[Priced]:

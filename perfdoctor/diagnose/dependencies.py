@@ -21,6 +21,7 @@ _Answer = TypeVar("_Answer")
 # A delay above this is not the latency of a launch; the end of the awaited work lies at most this far before the start.
 UNEXPLAINED_NS = 30_000
 _SIGNAL_NS = 30_000
+_IDLE_START_NS = 5_000  # at least: from a launch to the start of a kernel on an idle device
 
 
 def once_per_timeline(function: Callable[[Timeline], _Answer]) -> Callable[[Timeline], _Answer]:
@@ -153,3 +154,28 @@ def _stream_before(timeline: Timeline) -> Ints:
         newest = np.maximum.accumulate(np.where(own[rows] >= 0, np.arange(len(rows)), -1))
         streams[rows] = np.where(newest >= 0, own[rows][np.maximum(newest, 0)], -1)
     return streams
+
+
+def start_costs(timeline: Timeline, waits: dict[int, int]) -> tuple[Ints, Ints]:
+    """For each work: from its launch to its start on an idle stream, and from the end of the work before it.
+
+    What the recording shows is kept (so the recorded schedule comes out again); where it shows only the other of the
+    two, or a wait for another stream, the median of all stands in.
+    """
+    work, launch = timeline.work, timeline.launch_ns
+    previous = ends_before(timeline)
+    waited = np.zeros(len(work), bool)
+    waited[list(waits)] = True
+    plain = (timeline.call_of_work >= 0) & ~waited
+    idle = launch >= previous
+    delay, space = work.start_ns - launch, np.maximum(work.start_ns - previous, 0)
+    usual_delay = int(np.median(delay[idle & plain])) if (idle & plain).any() else _IDLE_START_NS
+    usual_space = int(np.median(space[~idle & plain])) if (~idle & plain).any() else 1_000
+    # On a single stream nothing recorded can hold work back longer than this: a stalled clock, another process. With
+    # several streams the cause was one of them, though the schedule does not say which: the delay is kept.
+    several = len(np.unique(work.stream)) > 1
+    longest_delay = np.iinfo(np.int64).max if several else 4 * usual_delay
+    longest_space = np.iinfo(np.int64).max if several else 4 * usual_space + 1_000
+    latency = np.where(idle & ~waited, np.clip(delay, 0, longest_delay), usual_delay)
+    gap = np.where(idle | waited, usual_space, np.minimum(space, longest_space))
+    return latency, gap

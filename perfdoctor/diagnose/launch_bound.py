@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from perfdoctor.diagnose.advice import advice
 from perfdoctor.diagnose.dependencies import ends_before
 from perfdoctor.diagnose.finding import Finding
-from perfdoctor.diagnose.replay import LAUNCH_PATH_NS, Edits
+from perfdoctor.diagnose.host_time import LAUNCH_PATH_NS
+from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Ints, WorkKind

@@ -18,25 +18,20 @@ from itertools import pairwise
 import numpy as np
 
 from perfdoctor.diagnose.dependencies import (
-    ends_before,
     event_targets,
     once_per_timeline,
+    start_costs,
     stream_dependencies,
     sync_streams,
     sync_targets,
 )
-from perfdoctor.record.capture import CallKind, CopyKind, Costs, HostMemory, Ints, Spans
-from perfdoctor.record.timeline import LAUNCHING, SYNCS, Timeline
+from perfdoctor.diagnose.host_time import LAUNCH_PATH_NS, UNTRACED, host_times
+from perfdoctor.record.capture import CallKind, CopyKind, Costs, HostMemory, Ints
+from perfdoctor.record.timeline import SYNCS, Timeline
 
 ROUNDS = 3
-MAX_CALLS = 20_000  # a longer recording is replayed on its first steps: about 20 ms a round
-# A launch that takes longer than this waited for room in the launch queue; its own work is that of its neighbours.
-LAUNCH_BLOCKED_NS = 200_000
-# A kernel inside a CUDA graph cost 0.85 us on an H200, an eager launch 10.8 us.
+MAX_CALLS = 20_000  # A kernel inside a CUDA graph cost 0.85 us on an H200, an eager launch 10.8 us.
 GRAPHED_LAUNCH_NS = 850
-# A host pause longer than this before a launch is work of its own (a loader, Python), which no CUDA graph takes away.
-LAUNCH_PATH_NS = 200_000
-_IDLE_START_NS = 5_000  # at least: from a launch to the start of a kernel on an idle device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +61,6 @@ class Edits:
 
 
 NOTHING = Edits()
-UNTRACED = Costs(call_ns=0, op_ns=0, frame_ns=0, full_share=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +104,9 @@ class Replay:
         """The same schedule, corrected for other costs of tracing: everything that does not depend on them is kept."""
         other = copy.copy(self)
         queue = self._queue
-        before, own, tail = _host_times(self.timeline, costs, self.rounds, queue.busy_until, queue.wait_end)
+        before, own, tail = host_times(
+            self.timeline, costs, self.calls, self.rounds.lead_ns, queue.busy_until, queue.wait_end
+        )
         other.costs = costs
         other._queue = replace(queue, before_ns=before, own_ns=own, tail_ns=tail)
         return other
@@ -211,7 +207,7 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
     kind = calls.kind[index]
     lanes, busy_until = _lanes(timeline, index)
     wait_end = _wait_ends(timeline, index)
-    before, own, tail = _host_times(timeline, costs, rounds, busy_until, wait_end)
+    before, own, tail = host_times(timeline, costs, index, rounds.lead_ns, busy_until, wait_end)
     streams = sync_streams(timeline)
     waits = _inside_round(timeline, rounds, stream_dependencies(timeline))
     targets = _inside_round(timeline, rounds, event_targets(timeline))
@@ -231,26 +227,6 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
         calls=index.tolist(),
         closing_ns=[0] * (int(lanes.max()) + 1 if len(lanes) else 1),
     )
-
-
-def _host_times(
-    timeline: Timeline, costs: Costs, rounds: _Rounds, busy_until: Ints, wait_end: Ints
-) -> tuple[list[int], list[int], list[int]]:
-    """Before, inside and after the waiting of each call, corrected for what tracing cost."""
-    calls = timeline.calls
-    index = np.arange(rounds.first, rounds.last)
-    kind, start, end = calls.kind[index], calls.start_ns[index], calls.end_ns[index]
-    before = np.maximum(start - busy_until, 0)
-    if len(before):
-        before[0] = rounds.lead_ns
-    waited = np.clip(wait_end - start, 0, end - start)
-    tail = np.where(wait_end > 0, end - np.maximum(wait_end, start), 0)
-    tail = np.where(np.isin(kind, SYNCS), np.maximum(tail, 0), tail)
-    own = _without_queue_blocking(np.where(wait_end > 0, 0, end - start), kind)
-    before, own = _less_tracing(timeline, costs, index, before, own)
-    # A staged copy returns while its last piece is still under way: its tail is negative and no cost of tracing.
-    tail = np.where(tail > 0, np.maximum(tail - costs.call_ns, np.where(waited > 0, 1_000, 0)), tail)
-    return before.tolist(), own.tolist(), tail.tolist()
 
 
 def _inside_round(timeline: Timeline, rounds: _Rounds, awaited: dict[int, int]) -> dict[int, int]:
@@ -331,60 +307,9 @@ def blocking_copies(timeline: Timeline) -> Ints:
     return np.unique(copying[held | to_host])
 
 
-def _without_queue_blocking(own: Ints, kind: Ints) -> Ints:
-    launches = np.isin(kind, LAUNCHING)
-    usual = int(np.median(own[launches])) if launches.any() else 0
-    return np.where(launches & (own > LAUNCH_BLOCKED_NS), usual, own)
-
-
-def _less_tracing(timeline: Timeline, costs: Costs, index: Ints, before: Ints, own: Ints) -> tuple[Ints, Ints]:
-    """Host work less the cost of being traced, never below nothing.
-
-    The tracer runs partly before the call's recorded start and partly inside it: the gap pays first. Where ops are
-    recorded too, everything on the launch path is traced and slower by a share of itself; a long segment is work of its
-    own, slowed only by the ops and frames that it holds.
-    """
-    cost = np.full(len(index), costs.call_ns, np.int64)
-    if len(timeline.capture.ops):
-        long = before > LAUNCH_PATH_NS
-        cost = np.where(long, cost + _counted(timeline, costs, index, before), 0)
-        cost = np.where(long, cost, np.round(costs.full_share * (before + own)).astype(np.int64))
-    elif costs.light_share:
-        rest = np.maximum(before + own - cost, 0)
-        cost = np.where(before > LAUNCH_PATH_NS, cost, cost + np.round(costs.light_share * rest).astype(np.int64))
-    from_gap = np.minimum(cost, before)
-    return before - from_gap, np.maximum(own - (cost - from_gap), 0)
-
-
-def _counted(timeline: Timeline, costs: Costs, index: Ints, before: Ints) -> Ints:
-    """The cost of the ops and frames that begin or end between each call and the one before it."""
-    ends = timeline.calls.start_ns[index]
-    starts = ends - before
-    cost = np.zeros(len(index), np.int64)
-    python, builtin = _frames(timeline)
-    for table, each in (
-        (timeline.capture.ops, costs.op_ns),
-        (python, costs.frame_ns),
-        (builtin, costs.builtin_ns),
-    ):
-        if len(table) and each:
-            closed = np.sort(table.end_ns)
-            count = np.searchsorted(table.start_ns, ends) - np.searchsorted(table.start_ns, starts)
-            count += np.searchsorted(closed, ends) - np.searchsorted(closed, starts)
-            cost += (count * each) // 2
-    return cost
-
-
-def _frames(timeline: Timeline) -> tuple[Spans, Spans]:
-    """Frames of Python functions and frames of C functions."""
-    frames = timeline.capture.frames
-    builtin = timeline.capture.matching(lambda name: name.startswith("<built-in"))[frames.name]
-    return frames.take(~builtin), frames.take(builtin)
-
-
 def _works(timeline: Timeline, index: Ints, waits: dict[int, int]) -> list[tuple[tuple[int, ...], ...]]:
     work = timeline.work
-    latency, gap = _start_costs(timeline, waits)
+    latency, gap = start_costs(timeline, waits)
     first, order = timeline.works_of_call
     if not len(index):
         return []
@@ -402,31 +327,6 @@ def _works(timeline: Timeline, index: Ints, waits: dict[int, int]) -> list[tuple
         )
     )
     return [tuple(rows[a:b]) for a, b in pairwise((bounds - bounds[0]).tolist())]
-
-
-def _start_costs(timeline: Timeline, waits: dict[int, int]) -> tuple[Ints, Ints]:
-    """For each work: from its launch to its start on an idle stream, and from the end of the work before it.
-
-    What the recording shows is kept (so the recorded schedule comes out again); where it shows only the other of the
-    two, or a wait for another stream, the median of all stands in.
-    """
-    work, launch = timeline.work, timeline.launch_ns
-    previous = ends_before(timeline)
-    waited = np.zeros(len(work), bool)
-    waited[list(waits)] = True
-    plain = (timeline.call_of_work >= 0) & ~waited
-    idle = launch >= previous
-    delay, space = work.start_ns - launch, np.maximum(work.start_ns - previous, 0)
-    usual_delay = int(np.median(delay[idle & plain])) if (idle & plain).any() else _IDLE_START_NS
-    usual_space = int(np.median(space[~idle & plain])) if (~idle & plain).any() else 1_000
-    # On a single stream nothing recorded can hold work back longer than this: a stalled clock, another process. With
-    # several streams the cause was one of them, though the schedule does not say which: the delay is kept.
-    several = len(np.unique(work.stream)) > 1
-    longest_delay = np.iinfo(np.int64).max if several else 4 * usual_delay
-    longest_space = np.iinfo(np.int64).max if several else 4 * usual_space + 1_000
-    latency = np.where(idle & ~waited, np.clip(delay, 0, longest_delay), usual_delay)
-    gap = np.where(idle | waited, usual_space, np.minimum(space, longest_space))
-    return latency, gap
 
 
 def _run(queue: _Queue, edits: Edits, rounds: int) -> list[int]:

@@ -42,7 +42,6 @@ def environment_of(header: Header, device: int | None) -> Environment:
     return Environment(
         gpu=str(chosen.get("name") or ""),
         num_gpus=len(devices),
-        driver=_cuda_version(header.get("cuda_driver_version")),
         cuda=_cuda_version(header.get("cuda_runtime_version")) or _hip_version(header.get("hip_runtime_version")),
         torch=str(header.get("pytorch_version") or header.get("torch_version") or ""),
         rank=_whole(spread.get("rank")),

@@ -15,7 +15,6 @@ BLOCKING_COPY = "blocking-copy"
 UNSYNCHRONISED_READ = "unsynchronised-read"
 ALLOCATOR = "allocator"
 GARBAGE_COLLECTION = "garbage-collection"
-MARK = "mark"  # no finding: says which line did something that other findings want a line for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +63,6 @@ _ROWS = (
     ("d2h_race", UNSYNCHRONISED_READ, "reads the target of an asynchronous copy before it has arrived", "wait on an event recorded after the copy before reading"),
     ("empty_cache", ALLOCATOR, "returns cached memory to the driver, which waits for the device", "remove the call"),
     ("cuda_malloc", ALLOCATOR, "asks the driver for memory in steady state", "keep shapes stable; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
-    ("optimizer_step", MARK, "steps an optimizer", ""),
-    ("next_batch", MARK, "asks for the next batch", ""),
     ("python_gc", GARBAGE_COLLECTION, "Python's garbage collector runs", "gc.freeze() after warm-up, or gc.disable() with gc.collect() at fixed steps"),
 )  # fmt: skip
 

@@ -53,9 +53,10 @@ def assemble(recorder: Recorder) -> Capture:
     if full is not None:
         full = _with_loop(full, recorder, [row for row in recorder.rows if row.stage == Stage.FULL and row.settled])
         full = replace(full, costs=recorder.costs)
+    environment = read_environment(recorder.batches.loader, optimizers, recorder.hooks.user_mode)
     return replace(
         capture,
-        environment=read_environment(recorder.batches.loader, optimizers, recorder.hooks.user_mode),
+        environment=replace(environment, pinned_h2d_bytes_per_s=recorder.pinned_bytes_per_s),
         costs=recorder.costs,
         notes=(*light.notes, *recorder.notes, *_notes(recorder), *describe_optimizers(optimizers), *times.notes),
         overheads=times.overheads(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ from perfdoctor.watch.profile import FULL, LIGHT
 
 _LAUNCHES = 200
 _ROUNDS = 5
+_COPY_BYTES = 16 << 20
 
 
 def measure_costs() -> Costs:
@@ -37,12 +39,30 @@ def measure_costs() -> Costs:
     return Costs(call_ns=call_ns, op_ns=op_ns, measured=True)
 
 
+def measure_pinned_copy() -> int:
+    """Bytes/s of a copy from pinned host memory, the best of a few of 16 MiB; under 10 ms. Needs CUDA; waits for it."""
+    torch: Any = sys.modules["torch"]
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    best_ms = float("inf")
+    for _ in range(_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        best_ms = min(best_ms, start.elapsed_time(end))
+    return round(_COPY_BYTES / best_ms * 1e3)
+
+
 def _traced(launch: Callable[[], int], activities: Sequence[str]) -> float:
     from torch import profiler
 
-    with profiler.profile(activities=[getattr(profiler.ProfilerActivity, name) for name in activities]):
-        launch()
-        return median(launch() for _ in range(_ROUNDS))
+    with warnings.catch_warnings():  # torch warns about cycles, of which there is one
+        warnings.simplefilter("ignore")
+        with profiler.profile(activities=[getattr(profiler.ProfilerActivity, name) for name in activities]):
+            launch()
+            return median(launch() for _ in range(_ROUNDS))
 
 
 def _time_launches(cell: Any, synchronize: Callable[[], None]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Costs, Note
 from perfdoctor.watch.batches import BatchWaits
-from perfdoctor.watch.calibration import measure_costs
+from perfdoctor.watch.calibration import measure_costs, measure_pinned_copy
 from perfdoctor.watch.call_sites import CallSiteHooks
 from perfdoctor.watch.clocks import Stamp, cuda_active, stamp_now
 from perfdoctor.watch.garbage import CollectionHook
@@ -36,6 +36,7 @@ class Recorder:
         self.pauses: list[Pause] = []
         self.notes: list[Note] = []
         self.costs = Costs()
+        self.pinned_bytes_per_s: int | None = None
         self.stage = Stage.WARMUP
         self.finished: Callable[[], None] = lambda: None  # called once, at the end of the last phase
         self.steps = StepDetector(stamp_now, self._ended, self._restart)
@@ -206,7 +207,7 @@ class Recorder:
     def _record(self, stage: Stage) -> None:
         if stage == Stage.LIGHT and cuda_active():
             sys.modules["torch"].cuda.synchronize()
-            self.costs = measure_costs()
+            self.costs, self.pinned_bytes_per_s = measure_costs(), measure_pinned_copy()
         if stage == Stage.FULL:
             self.sampler.start()
         if not self.windows[stage].start():
