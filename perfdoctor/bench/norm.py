@@ -259,14 +259,14 @@ def _variants(parameters: list[Tensor]) -> Iterator[tuple[str, Callable[[], obje
 
     for kib in _CHUNKS_KIB:
         for share in _KEPT_SHARES:
-            yield f"norm: {kib} KiB chunks, {share:g} of L2 kept", norm(_table(parameters, kib, share))
-        table = _table(parameters, kib, 0.5)
+            yield f"norm: {kib} KiB chunks, {share:g} of L2 kept", norm(_table_with(parameters, kib, share))
+        table = _table_with(parameters, kib, 0.5)
         yield f"stats: {kib} KiB chunks", _afresh(table, partial(triton_launch.stats, table))
     for programs in (2, 3, 5, 8):
-        yield f"norm: {programs} programs", norm(_table(parameters, None, 0.5, programs))
+        yield f"norm: {programs} programs", norm(_table_with(parameters, None, 0.5, programs))
     for span, programs in _SCALES:
         for store in ("", ".cs"):
-            table = _table(parameters, None, 0.5, programs)
+            table = _table_with(parameters, None, 0.5, programs)
             table.scale_span, table.scale_store = span, store
             table.coefficient.fill_(-1.0)  # scales on every call, and changes no magnitude
             yield (
@@ -275,7 +275,7 @@ def _variants(parameters: list[Tensor]) -> Iterator[tuple[str, Callable[[], obje
             )
 
 
-def _table(parameters: list[Tensor], kib: int | None, share: float, programs: int | None = None) -> Any:
+def _table_with(parameters: list[Tensor], kib: int | None, share: float, programs: int | None = None) -> Any:
     import torch
 
     from perfdoctor.kernels import pointer_table, walker

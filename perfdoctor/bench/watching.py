@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratios, off_ms = compare(step, part, options.rounds)
         low, middle, high = quantiles(ratios, n=4)
         found[name] = {"off_ms": off_ms, "low": low, "median": middle, "high": high}
-        print(
-            f"{name:34} {100 * (middle - 1):+6.2f} %  ({100 * (low - 1):+.2f}..{100 * (high - 1):+.2f})  {off_ms:.2f} ms"
-        )
+        spread = f"{100 * (low - 1):+.2f}..{100 * (high - 1):+.2f}"
+        print(f"{name:34} {100 * (middle - 1):+6.2f} %  ({spread})  {off_ms:.2f} ms")
     if device == "cuda":
         found["caught_sync_us"] = _caught_sync_us()
         print(f"one caught .item(): {found['caught_sync_us']:+.2f} us")

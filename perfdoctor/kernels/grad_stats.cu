@@ -192,10 +192,13 @@ __global__ __launch_bounds__(kThreads, 4) void norm_kernel(const int64_t* slots,
                                                           float* coefficient, float max_norm, int num_chunks,
                                                           int num_items) {
   Totals totals;
+  Slot next = blockIdx.x < num_chunks ? read_slot(slots, blockIdx.x) : Slot{0, 0};
   for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
     Seen<kWhat> seen;
     if (item < num_chunks) {
-      read_words(seen, read_slot(slots, item));
+      const Slot slot = next;  // the next one is on its way while this one's words are
+      if (item + static_cast<int>(gridDim.x) < num_chunks) next = read_slot(slots, item + gridDim.x);
+      read_words(seen, slot);
     } else {
       read_pack(seen, slots, num_chunks + (item - num_chunks) * kPack);
     }

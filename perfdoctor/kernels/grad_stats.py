@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import custom_ops, launch_route, reference, sharded_norm, walker
+from perfdoctor.kernels import custom_ops, launch_route, reference, sharded_norm, stats_table, walker
 from perfdoctor.kernels.gradients import as_list, by_device, collect, readable, without_repeats
 from perfdoctor.kernels.pointer_table import GradTable
 
@@ -57,7 +57,8 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, *, 
 
     Returns a float32 scalar on the first gradient's device (float64 where a gradient is): torch returns the gradients'
     type, which rounds a bfloat16 norm to three digits. L2 is within 1e-6 of float64, and the same bits on every call.
-    Works inside torch.compile(fullgraph=True) and CUDA graphs; never waits for the device.
+    Works inside torch.compile(fullgraph=True) and CUDA graphs; never waits for the device. The norm cannot be
+    differentiated: for a gradient penalty use torch's.
 
     Raises UsageError for a sparse gradient, an item that is no tensor, or a kernel that cannot run there.
     """
@@ -72,7 +73,8 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, *, 
     if what is not None:
         table = launch_route.table_of(items, False, kernel)
         if table is not None and not table.is_empty:
-            norm: Tensor = launch_route.launcher(kernel).norm(table, what, 1.0)
+            with table.lock:
+                norm: Tensor = launch_route.launcher(kernel).norm(table, what, 1.0)
             return norm
     return _norm_of(collect(items, False), norm_type, kernel)
 
@@ -107,10 +109,11 @@ def clip_grad_norm_(
     if table is None or what is None or table.is_empty:
         return _clip_elsewhere(items, max_norm, norm_type, error_if_nonfinite, kernel)
     launcher = launch_route.launcher(kernel)
-    norm: Tensor = launcher.norm(table, what, max_norm)
-    if error_if_nonfinite:
-        _check_finite(norm, norm_type)
-    launcher.scale(table)
+    with table.lock:  # another thread's norm of the same gradients would leave its own coefficient in the table
+        norm: Tensor = launcher.norm(table, what, max_norm)
+        if error_if_nonfinite:
+            _check_finite(norm, norm_type)
+        launcher.scale(table)
     walker.bump_versions(items)
     return norm
 
@@ -125,10 +128,26 @@ def grad_stats(
     `named_parameters`: a module, a mapping, or pairs such as `model.named_parameters()`; parameters without a gradient
     are left out, gradients themselves may stand in their place. A gradient under two names has a row for each and
     counts once in the total. DTensors give this rank's part. Results are tensors on the first gradient's device;
-    nothing waits for the device. `kernel`, types and errors: see `grad_norm`.
+    nothing waits for the device. A list of pairs that is kept, `list(model.named_parameters())`, costs the host least:
+    a module is walked in Python on every call. `kernel`, types and errors: see `grad_norm`.
     """
     launch_route.check_kernel(kernel)
-    names, gradients = _named_gradients(named_parameters)
+    pairs = _as_pairs(named_parameters)
+    if torch.compiler.is_compiling():
+        return _stats_elsewhere(pairs, kernel)
+    found = stats_table.find(pairs, kernel)
+    if found is None:
+        return _stats_elsewhere(pairs, kernel)
+    with found.table.lock:
+        out, counts = launch_route.launcher(kernel).stats(found.table)
+    if found.columns is not None:
+        out, counts = stats_table.in_order(out, found.columns), stats_table.in_order(counts, found.columns)
+    return _split(found.names, out, counts)
+
+
+def _stats_elsewhere(pairs: stats_table.Pairs, kernel: str | None) -> GradStats:
+    """Statistics where one table does not reach: several devices, odd layouts, DTensors, the CPU."""
+    names, gradients = _named_gradients(pairs)
     unique = _first_mentions(gradients)
     index = {id(gradient): number for number, gradient in enumerate(unique)}
     local = [sharded_norm.local_of(gradient) for gradient in unique]
@@ -136,12 +155,10 @@ def grad_stats(
         out, counts = custom_ops.grad_stats(local)
     else:
         out, counts = stats_of(local, kernel)
-    order = [index[id(gradient)] for gradient in gradients]
-    if order != list(range(len(unique))):
-        out, counts = _in_order(out, order), _in_order(counts, order)
-    last = len(order)
-    return GradStats(names=tuple(names), per_tensor=_columns(out[:, :last], counts[:last]),
-                     total=_columns(out[:, last], counts[last]))  # fmt: skip
+    columns = tuple(index[id(gradient)] for gradient in gradients)
+    if len(unique) != len(gradients):
+        out, counts = stats_table.in_order(out, columns), stats_table.in_order(counts, columns)
+    return _split(tuple(names), out, counts)
 
 
 def stats_of(gradients: list[Tensor], kernel: str | None = None) -> tuple[Tensor, Tensor]:
@@ -150,28 +167,39 @@ def stats_of(gradients: list[Tensor], kernel: str | None = None) -> tuple[Tensor
         dense = [readable(gradient) for gradient in gradients]  # holds the copies until the launch is queued
         table = launch_route.device_table(dense, kernel)
         if table is not None and not table.is_empty:
-            result: tuple[Tensor, Tensor] = launch_route.launcher(kernel).stats(table)
+            with table.lock:
+                result: tuple[Tensor, Tensor] = launch_route.launcher(kernel).stats(table)
             return result
     return reference.stats(gradients)
 
 
-def _columns(out: Tensor, counts: Tensor) -> Statistics:
-    return Statistics(sum=out[0], mean=out[1], l2=out[2], abs_max=out[3], num_nonfinite=counts)
+def _split(names: tuple[str, ...], out: Tensor, counts: Tensor) -> GradStats:
+    walk = None if torch.compiler.is_compiling() or out.device.type == "cpu" else walker.compiled_walker()
+    if walk is not None:  # ten views of 2 us each are as long as the kernel
+        columns = walk.split_columns(out, counts)
+    else:
+        last = len(names)
+        columns = [*out[:, :last], counts[:last], *out[:, last], counts[last]]
+    return GradStats(names=names, per_tensor=_statistics(columns[:5]), total=_statistics(columns[5:]))
 
 
-def _in_order(table: Tensor, order: list[int]) -> Tensor:
-    """The columns once for each name, then the total."""
-    return torch.stack([table[..., column] for column in [*order, -1]], dim=-1)
+def _statistics(columns: list[Tensor]) -> Statistics:
+    return Statistics(sum=columns[0], mean=columns[1], l2=columns[2], abs_max=columns[3], num_nonfinite=columns[4])
 
 
-def _named_gradients(named: object) -> tuple[list[str], list[Tensor]]:
+def _as_pairs(named: object) -> stats_table.Pairs:
+    """The pairs as a list; a list is taken as it is."""
     if isinstance(named, torch.nn.Module):
         named = named.named_parameters()
-    pairs = list(named.items() if isinstance(named, Mapping) else named)  # type: ignore[call-overload]
+    pairs = named if type(named) is list else list(named.items() if isinstance(named, Mapping) else named)  # type: ignore[call-overload]
+    return pairs
+
+
+def _named_gradients(pairs: stats_table.Pairs) -> tuple[list[str], list[Tensor]]:
     names: list[str] = []
     gradients: list[Tensor] = []
     for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+        if not stats_table.is_pair(pair):
             raise UsageError(f"expected (name, parameter) pairs, got {pair!r:.80}: pass model.named_parameters()")
         for gradient in collect([pair[1]], False):
             names.append(pair[0])
@@ -265,8 +293,9 @@ def clip_gradients_(gradients: list[Tensor], max_norm: float, norm_type: float, 
         reference.scale_(unique, reference.clip_coefficient(norm, max_norm))
         return norm
     launcher = launch_route.launcher(None)
-    result: Tensor = launcher.norm(table, what, max_norm)
-    launcher.scale(table)
+    with table.lock:
+        result: Tensor = launcher.norm(table, what, max_norm)
+        launcher.scale(table)
     return result
 
 

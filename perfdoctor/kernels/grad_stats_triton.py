@@ -25,6 +25,7 @@ from perfdoctor.kernels.triton_words import (
     fold_elements,
     read_elements_below,
     read_slot,
+    read_slot_below,
     read_words_below,
 )
 
@@ -80,7 +81,7 @@ def _pack(square, total, top, bad, slots, first, DTYPE: tl.constexpr, WHAT: tl.c
     return fold(square, total, top, bad, w0, w1, w2, w3, w4, w5, w6, w7, kind & 3, DTYPE, WHAT)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_items"])
+@triton.jit(do_not_specialize=["num_chunks", "num_items", "num_kept"])
 def grad_norm_kernel(
     slots,
     program_parts,
@@ -90,27 +91,43 @@ def grad_norm_kernel(
     max_norm,
     num_chunks,
     num_items,
+    num_kept,
     DTYPE: tl.constexpr,
     WHAT: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """The total norm (WHAT = L2 or ABS_MAX) -> out [], and min(1, max_norm / (norm + 1e-6)) -> coefficient []."""
+    """The total norm (WHAT = L2 or ABS_MAX) -> out [], and min(1, max_norm / (norm + 1e-6)) -> coefficient [].
+
+    The first `num_kept` chunks may stay in the L2 cache for whoever reads the gradients next, from the front; the
+    others leave it first, or they would push each other out before anyone comes back to them.
+    """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     all_square = tl.zeros((TILE,), tl.float64)
     total = tl.zeros((TILE,), tl.float32)
     top = tl.zeros((TILE,), tl.int32)
     bad = tl.zeros((TILE,), tl.int32)
-    for item in range(program, num_items, num_programs):
+    address, count, rest = read_slot_below(slots, program, num_chunks)
+    for item in range(program, num_chunks, num_programs):
+        # The next slot is on its way while this one's words are: else every chunk begins with a memory latency.
+        next_address, next_count, next_rest = read_slot_below(slots, item + num_programs, num_chunks)
         square = tl.zeros((TILE,), tl.float32)
-        if item < num_chunks:
-            address, count, rest = read_slot(slots, item)
-            kind = ((rest >> 32) & 0xFF).to(tl.int32)
-            square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, WHAT, TILE)
+        kind = ((rest >> 32) & 0xFF).to(tl.int32)
+        if item < num_kept:
+            square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, WHAT, TILE, "")
         else:
-            first = num_chunks + (item - num_chunks) * 8
-            square, total, top, bad = _pack(square, total, top, bad, slots, first, DTYPE, WHAT, TILE)
+            square, total, top, bad = fold_chunk(
+                square, total, top, bad, address, count, kind, DTYPE, WHAT, TILE, "evict_first"
+            )
+        if WHAT == L2:
+            all_square += square.to(tl.float64)
+        address, count, rest = next_address, next_count, next_rest
+    behind = (num_chunks - program + num_programs - 1) // num_programs  # chunks that this program had
+    for item in range(program + behind * num_programs, num_items, num_programs):
+        square = tl.zeros((TILE,), tl.float32)
+        first = num_chunks + (item - num_chunks) * 8
+        square, total, top, bad = _pack(square, total, top, bad, slots, first, DTYPE, WHAT, TILE)
         if WHAT == L2:
             all_square += square.to(tl.float64)
     if WHAT == L2:
@@ -166,7 +183,7 @@ def grad_stats_kernel(
         top = tl.zeros((TILE,), tl.int32)
         bad = tl.zeros((TILE,), tl.int32)
         if kind < BY_ELEMENT:
-            square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE)
+            square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE, "")
         else:
             square, total, top, bad = fold_elements(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE)
         slot_square = tl.sum(square.to(tl.float64), 0)

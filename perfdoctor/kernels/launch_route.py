@@ -71,13 +71,19 @@ def table_of(items: list[Tensor], always_grad: bool, kernel: str | None) -> Grad
     recent = TABLES.find_recent(items, always_grad)
     if recent is not None and (recent.device.type == "cuda" or kernel == "triton"):
         return recent
+    device = table_device(items, always_grad, kernel)
+    rows = walker.gather_rows(items, always_grad) if device is not None else None
+    if device is None or rows is None or pointer_table.device_of(rows) != device:
+        return None
+    return TABLES.find(items, always_grad, rows, device)
+
+
+def table_device(items: list[Tensor], always_grad: bool, kernel: str | None) -> torch.device | None:
+    """The device of the first gradient, if a kernel may read gradients there through a table."""
     first = _first_gradient(items, always_grad)
     if first is None or not _is_plain(first) or not uses_table(first.device, kernel):
         return None
-    rows = walker.gather_rows(items, always_grad)
-    if rows is None or pointer_table.device_of(rows) != first.device:
-        return None
-    return TABLES.find(items, always_grad, rows, first.device)
+    return first.device
 
 
 def _first_gradient(items: list[Tensor], always_grad: bool) -> Tensor | None:
@@ -110,7 +116,8 @@ def norm_on_device(gradients: list[Tensor], norm_type: float, kernel: str | None
         dense = [readable(gradient) for gradient in gradients]  # holds the copies until the launch is queued
         table = device_table(dense, kernel)
         if table is not None and not table.is_empty:
-            norm: Tensor = launcher(kernel).norm(table, what, 1.0)
+            with table.lock:
+                norm: Tensor = launcher(kernel).norm(table, what, 1.0)
             return norm
     with torch.no_grad():
         return reference.total_norm(gradients, norm_type)

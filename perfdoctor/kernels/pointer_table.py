@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,24 +21,28 @@ import torch
 from torch import Tensor
 
 from perfdoctor.kernels import walker
-from perfdoctor.kernels.work_list import MIXED, WorkList, cut
+from perfdoctor.kernels.captured_tables import CapturedTables
+from perfdoctor.kernels.work_list import MIXED, TILE, WorkList, cut
 
 L2, ABS_MAX = 0, 1
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _KEPT_TABLES = 16
 _KEPT_LISTS = 64
 _INTERPRETED_PROGRAMS = 3
+NORM_PROGRAMS = 3
+_KEPT_SHARE = 0.5  # of the L2 cache
 
 
 @dataclass(slots=True, kw_only=True)
 class GradTable:
     """The gradients of one device, ready to be read by the kernels, on one stream.
 
-    The scratch belongs to the table: launches over it must follow each other on its stream.
+    The scratch belongs to the table: launches over it must follow each other on its stream, and those of one call must
+    not be parted by another thread's: `lock` is held around them.
     """
 
-    rows: Tensor
-    """int64 [n, 3] on the CPU: what the table was built for (see `walker`)"""
+    walk: Any
+    """compares what the table was built for with what is there now (see `walker`)"""
     work: WorkList
     device: torch.device
     stream: int
@@ -53,12 +58,19 @@ class GradTable:
     """int32 [1], zero between launches"""
     coefficient: Tensor
     """float32 []: min(1, max_norm / (norm + 1e-6)) of the last norm"""
+    num_kept: int
+    """chunks from the front that may stay in the L2 cache"""
+    lock: Any = field(default_factory=threading.RLock)
     parts: Tensor | None = None
     """float64 [4, num_parts], made when statistics are first asked for"""
     launches: dict[Any, Any] = field(default_factory=dict)
     """prepared launches, by kernel"""
     per_multiprocessor: int | None = None
     """programs a multiprocessor, where a benchmark tries another number than the kernel's own"""
+    scale_span: int = 4 * TILE
+    """words that a program of the scaling kernel has in flight"""
+    scale_store: str = ""
+    """the cache modifier of its stores"""
 
     @property
     def is_empty(self) -> bool:
@@ -75,6 +87,14 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _kept_bytes(device: torch.device) -> float:
+    """What of the gradients may stay in the L2 cache."""
+    if device.type == "cpu":
+        return 0.0
+    return _KEPT_SHARE * getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 MAX_PER_MULTIPROCESSOR = 8
@@ -94,17 +114,19 @@ def unique_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @functools.lru_cache(maxsize=_KEPT_TABLES)
-def _cut_alike(alignments: bytes, num_elements: bytes, elements: bytes, words: int | None) -> WorkList:
+def _cut_alike(alignments: bytes, num_elements: bytes, elements: bytes, words: int | None, programs: int) -> WorkList:
     """The work list for all gradients of these sizes and alignments: when they only moved, it is there already."""
     alignment, count, element = (np.frombuffer(part, dtype=np.int64) for part in (alignments, num_elements, elements))
-    return cut(alignment, count, element, words)
+    return cut(alignment, count, element, words, programs)
 
 
 def build_table(rows: Tensor, device: torch.device, stream: int, words: int | None = None) -> GradTable:
     """A table for these rows, uploaded without a wait for the device (outside of graph captures)."""
     unique = unique_rows(rows.numpy())
     addresses, num_elements = np.ascontiguousarray(unique[:, 0]), np.ascontiguousarray(unique[:, 1])
-    work = _cut_alike((addresses % 16).tobytes(), num_elements.tobytes(), (unique[:, 2] & 3).tobytes(), words)
+    programs = _multiprocessors(device) * NORM_PROGRAMS
+    sizes = ((addresses % 16).tobytes(), num_elements.tobytes(), (unique[:, 2] & 3).tobytes())
+    work = _cut_alike(*sizes, words, programs)
     columns = [work.slots_at(addresses).reshape(-1), work.first_part, work.num_elements]
     starts, at = [], 0
     for column in columns:
@@ -115,7 +137,7 @@ def build_table(rows: Tensor, device: torch.device, stream: int, words: int | No
         host[start : start + len(column)] = column
     num_programs = max(1, min(max(work.num_items, work.num_slots), _multiprocessors(device) * MAX_PER_MULTIPROCESSOR))
     # From pinned memory the copy does not make the host wait; torch keeps that memory until the copy is done.
-    pinned = device.type == "cuda" and not _is_capturing(device)
+    pinned = device.type == "cuda" and not is_capturing(device)
     with _upload_stream(device):
         source = torch.from_numpy(host)
         table = (source.pin_memory() if pinned else source).to(device, non_blocking=pinned)
@@ -123,7 +145,7 @@ def build_table(rows: Tensor, device: torch.device, stream: int, words: int | No
         counter = torch.zeros(1, dtype=torch.int32, device=device)
         coefficient = torch.ones((), dtype=torch.float32, device=device)
     return GradTable(
-        rows=rows,
+        walk=walker.walk_of(rows),
         work=work,
         device=device,
         stream=stream,
@@ -134,6 +156,7 @@ def build_table(rows: Tensor, device: torch.device, stream: int, words: int | No
         program_parts=program_parts,
         counter=counter,
         coefficient=coefficient,
+        num_kept=work.num_leading_chunks(_kept_bytes(device)),
     )
 
 
@@ -148,8 +171,14 @@ def _side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device) -> bool:
+    """Whether that device's current stream is in a CUDA graph capture."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
@@ -157,15 +186,17 @@ def _upload_stream(device: torch.device) -> Iterator[None]:
     """Tables are made on a stream of their own, so that none lies in the private memory pool of a CUDA graph.
 
     In a graph capture the host waits for the upload; the graph itself holds no copy then.
+    No tensor of theirs is an inference tensor: they outlive the mode.
     """
     if device.type == "cpu":
-        yield
+        with torch.inference_mode(False):
+            yield
         return
-    capturing = _is_capturing(device)
+    capturing = is_capturing(device)
     side = _side_stream(device)
     user = torch.cuda.current_stream(device)
     with relaxed_capture() if capturing else contextlib.nullcontext():
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), torch.inference_mode(False):
             yield
         if capturing:
             side.synchronize()
@@ -189,48 +220,49 @@ def relaxed_capture() -> Iterator[None]:
 
 
 class TableCache:
-    """The tables in use, found by what they point at."""
+    """The tables in use, found by what they point at. Several threads may ask at once."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._by_content: OrderedDict[tuple[Any, ...], GradTable] = OrderedDict()
         self._recent: dict[tuple[Any, ...], GradTable] = {}
-        self._captured: list[GradTable] = []  # a CUDA graph may replay them as long as the process lives
+        self._captured = CapturedTables()
 
     def find_recent(self, items: list[Tensor], always_grad: bool) -> GradTable | None:
         """The table of the last call with this list, if every gradient still lies where it was."""
         if not items:
             return None
         table = self._recent.get((len(items), id(items[0]), id(items[-1]), always_grad))
-        if table is None or current_stream(table.device) != table.stream or _is_capturing(table.device):
+        if table is None or current_stream(table.device) != table.stream or is_capturing(table.device):
             return None
-        return table if walker.rows_match(items, always_grad, table.rows) else None
+        return table if table.walk.matches(items, always_grad) else None
 
     def find(self, items: list[Tensor], always_grad: bool, rows: Tensor, device: torch.device) -> GradTable:
         """The table of these rows, found or built."""
         stream = current_stream(device)
-        if _is_capturing(device):
-            table = build_table(rows, device, stream)
-            self._captured.append(table)
-            return table
         content = (device, stream, rows.numpy().tobytes())
-        found = self._by_content.get(content)
-        if found is None:
-            found = self._by_content[content] = build_table(rows, device, stream)
-            while len(self._by_content) > _KEPT_TABLES:
-                self._forget(self._by_content.popitem(last=False)[1])
-        self._by_content.move_to_end(content)
-        if items:
-            if len(self._recent) >= _KEPT_LISTS:
-                self._recent.clear()  # lists that are made anew for each call would pile up
-            self._recent[(len(items), id(items[0]), id(items[-1]), always_grad)] = found
-        return found
+        if is_capturing(device):
+            return self._captured.find(content, lambda: build_table(rows, device, stream))
+        with self._lock:
+            found = self._by_content.get(content)
+            if found is None:
+                found = self._by_content[content] = build_table(rows, device, stream)
+                while len(self._by_content) > _KEPT_TABLES:
+                    self._forget(self._by_content.popitem(last=False)[1])
+            self._by_content.move_to_end(content)
+            if items:
+                if len(self._recent) >= _KEPT_LISTS:
+                    self._recent.clear()  # lists that are made anew for each call would pile up
+                self._recent[(len(items), id(items[0]), id(items[-1]), always_grad)] = found
+            return found
 
     def clear(self) -> None:
         """Forgets all tables but those that a graph may replay."""
-        for table in self._by_content.values():
-            self._free(table)
-        self._by_content.clear()
-        self._recent.clear()
+        with self._lock:
+            for table in self._by_content.values():
+                self._free(table)
+            self._by_content.clear()
+            self._recent.clear()
 
     def _forget(self, table: GradTable) -> None:
         self._recent = {key: kept for key, kept in self._recent.items() if kept is not table}
@@ -259,8 +291,3 @@ def device_of(rows: Tensor) -> torch.device | None:
         return None
     index = int(codes[0]) - 1
     return torch.device("cpu") if index < 0 else torch.device("cuda", index)
-
-
-def is_mixed(table: GradTable) -> bool:
-    """Whether the gradients are of several types."""
-    return table.work.element == MIXED

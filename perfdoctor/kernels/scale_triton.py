@@ -59,22 +59,15 @@ def _scaled(word, factor, kind, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _scale_chunk(address, count, kind, factor, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """Scales `count` words in place, four tiles at a time: as many stores follow as loads were in flight."""
-    lanes = tl.arange(0, TILE)
-    for start in range(0, count, 4 * TILE):
+def _scale_chunk(address, count, kind, factor, DTYPE: tl.constexpr, SPAN: tl.constexpr, STORE: tl.constexpr):
+    """Scales `count` words in place, SPAN at a time: all of a thread's loads are in flight before its first store."""
+    lanes = tl.arange(0, SPAN)
+    for start in range(0, count, SPAN):
         pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + lanes
-        group = lanes // 4
-        left = (count - start) // 4
-        w0 = tl.load(pointer, mask=group < left)
-        w1 = tl.load(pointer + TILE, mask=group + TILE // 4 < left)
-        w2 = tl.load(pointer + 2 * TILE, mask=group + 2 * (TILE // 4) < left)
-        w3 = tl.load(pointer + 3 * TILE, mask=group + 3 * (TILE // 4) < left)
-        tl.store(pointer, _scaled(w0, factor, kind, DTYPE), mask=group < left)
-        tl.store(pointer + TILE, _scaled(w1, factor, kind, DTYPE), mask=group + TILE // 4 < left)
-        tl.store(pointer + 2 * TILE, _scaled(w2, factor, kind, DTYPE), mask=group + 2 * (TILE // 4) < left)
-        tl.store(pointer + 3 * TILE, _scaled(w3, factor, kind, DTYPE), mask=group + 3 * (TILE // 4) < left)
-        address += 16 * TILE
+        here = lanes // 4 < (count - start) // 4  # in groups of four words, so that a 16-byte load is masked as a whole
+        words = tl.load(pointer, mask=here)
+        tl.store(pointer, _scaled(words, factor, kind, DTYPE), mask=here, cache_modifier=STORE)
+        address += 4 * SPAN
 
 
 @triton.jit
@@ -90,18 +83,19 @@ def _scale_elements(address, count, kind, factor, DTYPE: tl.constexpr, TILE: tl.
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def scale_kernel(slots, coefficient, num_slots, DTYPE: tl.constexpr, TILE: tl.constexpr):
+def scale_kernel(
+    slots, coefficient, num_slots, DTYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STORE: tl.constexpr
+):
     """gradient *= coefficient, in place; returns at once where the coefficient is 1 or more (a NaN is neither).
 
-    Slots go backwards: what the norm has read last is still in the L2 cache.
+    Slots go backwards: what the norm has read last is still in the L2 cache. STORE: the stores' cache modifier.
     """
     factor = tl.load(coefficient)
     if not (factor >= 1.0):
         for behind in range(tl.program_id(0), num_slots, tl.num_programs(0)):
-            slot = num_slots - 1 - behind
-            address, count, rest = read_slot(slots, slot)
+            address, count, rest = read_slot(slots, num_slots - 1 - behind)
             kind = ((rest >> 32) & 0xFF).to(tl.int32)
             if kind < BY_ELEMENT:
-                _scale_chunk(address, count, kind, factor, DTYPE, TILE)
+                _scale_chunk(address, count, kind, factor, DTYPE, SPAN, STORE)
             else:
                 _scale_elements(address, count, kind, factor, DTYPE, TILE)

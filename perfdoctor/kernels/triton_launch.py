@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,13 @@ from perfdoctor.kernels.work_list import TILE
 
 _NUM_WARPS = 8  # 256 threads x 16 bytes = one tile
 _OUT, _MAX_NORM = 3, 5  # where grad_norm_kernel takes what changes from call to call
-_NORM_SIZES = (8, 8, 8, 8, 8, 4, 4, 4)
+_NORM_SIZES = (8, 8, 8, 8, 8, 4, 4, 4, 4)
 _SCALE_SIZES = (8, 8, 4)
+_COLUMN_SIZES = (8, 8, 8, 8, 8, 4, 4)
+_STATS_OUT, _COLUMN_OUT = 4, 3  # where the two kernels of the statistics take `out`, with `counts` behind it
+_SCALE_PROGRAMS = 6  # of 256 threads with 34 registers each
 
+_interpreter = threading.Lock()  # Triton's interpreter keeps the running program's number in one place for all threads
 _log = logging.getLogger("perfdoctor")
 
 
@@ -60,10 +65,10 @@ def norm(table: GradTable, what: int, max_norm: float) -> Tensor:
         out: Tensor = prepared.run_scalar(table.stream, table.coefficient, _OUT, _MAX_NORM, max_norm)
         return out
     out = torch.empty((), dtype=torch.float32, device=table.device)
-    # Four programs of 256 threads share a multiprocessor at 64 registers a thread; the one for mixed types needs 74.
-    grid = table.programs(3 if pointer_table.is_mixed(table) else 4, table.work.num_items)
+    # Measured on an H200, programs a multiprocessor, 5.3 GB: 2 took 1209 us, 3 took 1169, 4 took 1248, 5 took 1183.
+    grid = table.programs(pointer_table.NORM_PROGRAMS, table.work.num_items)
     arguments = (table.slots, table.program_parts, table.counter, out, table.coefficient, float(max_norm),
-                 table.work.num_chunks, table.work.num_items)  # fmt: skip
+                 table.work.num_chunks, table.work.num_items, table.num_kept)  # fmt: skip
     options = {"DTYPE": table.work.element, "WHAT": what, "TILE": TILE, "SPAN": _span(grid)}
     compiled = _launch(kernels().norm, table, grid, arguments, options)
     _prepare(table, ("norm", what), compiled, grid, arguments, _NORM_SIZES)
@@ -76,9 +81,10 @@ def scale(table: GradTable) -> None:
     if prepared is not None:
         prepared.run(table.stream)
         return
-    grid = table.programs(8, table.work.num_slots)
+    grid = table.programs(_SCALE_PROGRAMS, table.work.num_slots)
     arguments = (table.slots, table.coefficient, table.work.num_slots)
-    compiled = _launch(kernels().scale, table, grid, arguments, {"DTYPE": table.work.element, "TILE": TILE})
+    options = {"DTYPE": table.work.element, "TILE": TILE, "SPAN": table.scale_span, "STORE": table.scale_store}
+    compiled = _launch(kernels().scale, table, grid, arguments, options)
     _prepare(table, "scale", compiled, grid, arguments, _SCALE_SIZES)
 
 
@@ -86,6 +92,11 @@ def stats(table: GradTable) -> tuple[Tensor, Tensor]:
     """float32 [4, num_tensors + 1] (sum, mean, L2, largest magnitude) and int64 counts; the total comes last."""
     work = table.work
     num_tensors = len(work.num_elements)
+    prepared = table.launches.get("stats"), table.launches.get("per_tensor")
+    module = compiled_walker() if prepared[0] is not None else None
+    if module is not None and prepared[1] is not None:
+        result = module.run_stats(*prepared, table.stream, table.coefficient, num_tensors + 1, _STATS_OUT, _COLUMN_OUT)
+        return result[0], result[1]
     out = torch.empty((4, num_tensors + 1), dtype=torch.float32, device=table.device)
     counts = torch.empty(num_tensors + 1, dtype=torch.int64, device=table.device)
     if table.parts is None:
@@ -96,9 +107,13 @@ def stats(table: GradTable) -> tuple[Tensor, Tensor]:
     arguments = (table.slots, table.parts, table.program_parts, table.counter, out, counts, work.num_slots,
                  work.num_parts, int(work.num_elements.sum()), num_tensors)  # fmt: skip
     options = {"DTYPE": work.element, "TILE": TILE, "SPAN": _span(grid)}
-    _launch(kernels().stats, table, grid, arguments, options, maxnreg=80 if is_float32 else 128)
+    compiled = _launch(kernels().stats, table, grid, arguments, options, maxnreg=80 if is_float32 else 128)
+    # Triton passes the number of elements in eight bytes where four are too few.
+    sizes = (8, 8, 8, 8, 8, 8, 4, 4, 4 if arguments[8] < 1 << 31 else 8, 4)
+    _prepare(table, "stats", compiled, grid, arguments, sizes)
     per_tensor = (table.parts, table.first_part, table.num_elements, out, counts, work.num_parts, num_tensors)
-    _launch(kernels().per_tensor, table, num_tensors, per_tensor, {"SPAN": 128}, num_warps=1)
+    compiled = _launch(kernels().per_tensor, table, num_tensors, per_tensor, {"SPAN": 128}, num_warps=1)
+    _prepare(table, "per_tensor", compiled, num_tensors, per_tensor, _COLUMN_SIZES)
     return out, counts
 
 
@@ -109,7 +124,8 @@ def _span(grid: int) -> int:
 def _launch(kernel: Any, table: GradTable, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any],
             num_warps: int = _NUM_WARPS, maxnreg: int | None = None) -> Any:  # fmt: skip
     if table.device.type == "cpu":
-        return kernel[(grid,)](*arguments, **constants)
+        with _interpreter:
+            return kernel[(grid,)](*arguments, **constants)
     options = {"num_warps": num_warps}
     if maxnreg is not None and torch.version.cuda is not None:
         options["maxnreg"] = maxnreg
@@ -124,7 +140,9 @@ def _prepare(table: GradTable, name: Any, compiled: Any, grid: int, arguments: t
     module = compiled_walker()
     if module is None or table.device.type == "cpu":
         return
-    values = [value.data_ptr() if isinstance(value, Tensor) else int(value) for value in arguments]
+    # Max_norm, the one float, is set at every launch; it may be infinite.
+    values = [value.data_ptr() if isinstance(value, Tensor) else 0 if isinstance(value, float) else int(value)
+              for value in arguments]  # fmt: skip
     try:
         threads = 32 * int(compiled.metadata.num_warps)
         function, shared = int(compiled.function), int(compiled.metadata.shared)

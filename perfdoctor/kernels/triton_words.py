@@ -134,9 +134,10 @@ def fold(square, total, top, bad, w0, w1, w2, w3, w4, w5, w6, w7, kind, DTYPE: t
 
 
 @triton.jit
-def read_words(address, offsets):
-    """A full tile of words from a 16-byte aligned address."""
-    return tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + offsets)
+def read_words(address, offsets, POLICY: tl.constexpr):
+    """A full tile of words from a 16-byte aligned address. POLICY: what the caches keep of it ("" or "evict_first")."""
+    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    return tl.load(pointer + offsets, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -167,6 +168,14 @@ def read_slot(slots, index):
 
 
 @triton.jit
+def read_slot_below(slots, index, num_slots):
+    """`read_slot`, an empty one where there is none: to read a slot while the one before it is added up."""
+    address = tl.load(slots + 2 * index, mask=index < num_slots, other=0)
+    rest = tl.load(slots + 2 * index + 1, mask=index < num_slots, other=0)
+    return address, (rest & 0x7FFFFFFF).to(tl.int32), rest
+
+
+@triton.jit
 def fold_elements(
     square, total, top, bad, address, count, kind, DTYPE: tl.constexpr, WHAT: tl.constexpr, TILE: tl.constexpr
 ):
@@ -186,20 +195,30 @@ def fold_elements(
 
 @triton.jit
 def fold_chunk(
-    square, total, top, bad, address, count, kind, DTYPE: tl.constexpr, WHAT: tl.constexpr, TILE: tl.constexpr
+    square,
+    total,
+    top,
+    bad,
+    address,
+    count,
+    kind,
+    DTYPE: tl.constexpr,
+    WHAT: tl.constexpr,
+    TILE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """Folds `count` words from a 16-byte aligned address, eight tiles at a time."""
     lanes = tl.arange(0, TILE)
     num_full = count // (8 * TILE)
     for _ in range(num_full):
-        w0 = read_words(address, lanes)
-        w1 = read_words(address, lanes + TILE)
-        w2 = read_words(address, lanes + 2 * TILE)
-        w3 = read_words(address, lanes + 3 * TILE)
-        w4 = read_words(address, lanes + 4 * TILE)
-        w5 = read_words(address, lanes + 5 * TILE)
-        w6 = read_words(address, lanes + 6 * TILE)
-        w7 = read_words(address, lanes + 7 * TILE)
+        w0 = read_words(address, lanes, POLICY)
+        w1 = read_words(address, lanes + TILE, POLICY)
+        w2 = read_words(address, lanes + 2 * TILE, POLICY)
+        w3 = read_words(address, lanes + 3 * TILE, POLICY)
+        w4 = read_words(address, lanes + 4 * TILE, POLICY)
+        w5 = read_words(address, lanes + 5 * TILE, POLICY)
+        w6 = read_words(address, lanes + 6 * TILE, POLICY)
+        w7 = read_words(address, lanes + 7 * TILE, POLICY)
         square, total, top, bad = fold(square, total, top, bad, w0, w1, w2, w3, w4, w5, w6, w7, kind, DTYPE, WHAT)
         address += 32 * TILE
     left = count - num_full * (8 * TILE)

@@ -1,14 +1,16 @@
 // Reads where the gradients of a list of parameters lie, and launches compiled kernels, without the cost of Python.
 //
 // In Python `[p.grad.data_ptr() for p in parameters]` takes longer than the kernel that reads the gradients.
-// No CUDA header is needed: the two driver calls are looked up in the driver at run time.
+// No CUDA header is needed: the driver's functions are looked up in the driver at run time.
 #include <ATen/ATen.h>
 #include <dlfcn.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -46,20 +48,16 @@ bool read_row(PyObject* item, bool always_grad, int64_t* row) {
   const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
   const c10::DispatchKeySet keys = impl->key_set();
   if (keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Negative)) return false;
+  if (keys.has(c10::DispatchKey::ZeroTensor) || !impl->has_storage()) return false;  // no memory, or that of torch.func
   if (!(impl->is_cuda() || impl->is_cpu()) || impl->layout() != c10::kStrided) return false;
   const int64_t code = element_code(gradient.scalar_type());
   if (code < 0 || !impl->is_non_overlapping_and_dense()) return false;
   row[1] = impl->numel();
   row[0] = row[1] == 0 ? 0 : reinterpret_cast<int64_t>(gradient.data_ptr());
+  if (row[0] == 0 && row[1] != 0) return false;  // storage resized to nothing: there is nothing to read
   const int64_t device = impl->is_cuda() ? impl->device().index() : -1;
   row[2] = code | (of_parameter ? kOfParameter : 0) | ((device + 1) << 32);
   return true;
-}
-
-// The objects of thousands of parameters lie all over memory: fetch the next ones while this one is compared.
-void prefetch_tensor(PyObject* item) {
-  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(item));
-  if (type == parameter_type || type == tensor_type) __builtin_prefetch(THPVariable_Unpack(item).unsafeGetTensorImpl());
 }
 
 // int64 [len(items), 3] on the CPU, or None where an item needs Python.
@@ -72,26 +70,90 @@ py::object gather(py::list items, bool always_grad) {
   return py::cast(rows);
 }
 
-// Whether the gradients lie where `expected` (from gather) says, all of them.
-bool matches(py::list items, bool always_grad, const at::Tensor& expected) {
-  const int64_t count = PyList_GET_SIZE(items.ptr());
-  if (expected.size(0) != count) return false;
-  const int64_t* want = expected.const_data_ptr<int64_t>();
-  int64_t row[kRow];
-  for (int64_t i = 0; i < count; ++i, want += kRow) {
-    if (i + 16 < count) __builtin_prefetch(PyList_GET_ITEM(items.ptr(), i + 16));
-    if (i + 8 < count) prefetch_tensor(PyList_GET_ITEM(items.ptr(), i + 8));
-    if (!read_row(PyList_GET_ITEM(items.ptr(), i), always_grad, row)) return false;
-    if (row[0] != want[0] || row[1] != want[1] || row[2] != want[2]) return false;
+// Where the objects behind an item lay when it was last read. Used to fetch their memory ahead and for nothing else:
+// fetching a wrong address does nothing, and what is compared is always read anew.
+struct Hint {
+  const char* impl = nullptr;
+  const char* meta = nullptr;
+  const char* gradient = nullptr;
+  const char* storage = nullptr;
+
+  void fetch() const {
+    __builtin_prefetch(impl + 32), __builtin_prefetch(meta + 40);
+    __builtin_prefetch(gradient), __builtin_prefetch(gradient + 64), __builtin_prefetch(gradient + 128);
+    __builtin_prefetch(gradient + 192);
+    __builtin_prefetch(storage + 24);
   }
-  return true;
-}
+  // Once read_row has said that there is a gradient.
+  void learn(PyObject* item, bool of_parameter) {
+    const at::Tensor& tensor = THPVariable_Unpack(item);
+    const at::Tensor& read = of_parameter ? tensor.unsafeGetTensorImpl()->grad() : tensor;
+    impl = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
+    meta = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+    gradient = reinterpret_cast<const char*>(read.unsafeGetTensorImpl());
+    storage = reinterpret_cast<const char*>(read.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+};
+
+// What `gather` found, to be compared with what is there now.
+class Walk {
+ public:
+  explicit Walk(const at::Tensor& rows) : hints_(rows.size(0)), rows_(rows.size(0) * kRow) {
+    std::memcpy(rows_.data(), rows.const_data_ptr<int64_t>(), rows_.size() * sizeof(int64_t));
+  }
+
+  // Whether the gradients of these items lie where the rows say, all of them.
+  bool matches(py::list items, bool always_grad) {
+    return walk(items.ptr(), always_grad, [](PyObject* item, size_t) { return item; });
+  }
+
+  // The same for a list of (name, item), and whether the names are these.
+  bool matches_pairs(py::list pairs, py::tuple names) {
+    if (static_cast<size_t>(PyTuple_GET_SIZE(names.ptr())) != hints_.size()) return false;
+    return walk(pairs.ptr(), false, [&names](PyObject* pair, size_t index) -> PyObject* {
+      if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) return nullptr;
+      PyObject* name = PyTuple_GET_ITEM(pair, 0);
+      PyObject* expected = PyTuple_GET_ITEM(names.ptr(), index);
+      if (name != expected && !(PyUnicode_CheckExact(name) && PyUnicode_CheckExact(expected) &&
+                                PyUnicode_Compare(name, expected) == 0)) return nullptr;
+      return PyTuple_GET_ITEM(pair, 1);
+    });
+  }
+
+ private:
+  static constexpr size_t kAhead = 32;
+
+  template <typename ItemOf>
+  bool walk(PyObject* list, bool always_grad, ItemOf item_of) {
+    const size_t count = hints_.size();
+    if (static_cast<size_t>(PyList_GET_SIZE(list)) != count) return false;
+    int64_t row[kRow];
+    for (size_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) {
+        __builtin_prefetch(PyList_GET_ITEM(list, i + kAhead));
+        hints_[i + kAhead].fetch();
+      }
+      PyObject* item = item_of(PyList_GET_ITEM(list, i), i);
+      const int64_t* want = rows_.data() + i * kRow;
+      if (item == nullptr || !read_row(item, always_grad, row)) return false;
+      if (row[0] != want[0] || row[1] != want[1] || row[2] != want[2]) return false;
+      if (row[2] != kNone) hints_[i].learn(item, (row[2] & kOfParameter) != 0);
+    }
+    return true;
+  }
+
+  std::vector<Hint> hints_;
+  std::vector<int64_t> rows_;
+};
 
 // Autograd must know that the .grad of these items were written: a kernel of ours does not tell it.
 void bump_versions(py::list items) {
   const int64_t count = PyList_GET_SIZE(items.ptr());
   for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor& gradient = THPVariable_Unpack(PyList_GET_ITEM(items.ptr(), i)).unsafeGetTensorImpl()->grad();
+    PyObject* item = PyList_GET_ITEM(items.ptr(), i);
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(item));
+    if (type != parameter_type && type != tensor_type) continue;  // another thread changed the list
+    const at::Tensor& gradient = THPVariable_Unpack(item).unsafeGetTensorImpl()->grad();
     if (gradient.defined() && !gradient.is_inference()) gradient.unsafeGetTensorImpl()->bump_version();
   }
 }
@@ -106,6 +168,46 @@ template <typename Function>
 Function driver_call(const char* name) {
   static void* driver = dlopen("libcuda.so.1", RTLD_NOW);
   return driver == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(driver, name));
+}
+
+using CaptureInfo = int (*)(void*, int*, uint64_t*, void**, const void**, size_t*);
+using UserObjectCreate = int (*)(void**, void*, void (*)(void*), unsigned, unsigned);
+using RetainUserObject = int (*)(void*, void*, unsigned, unsigned);
+
+// The number of the stream's graph capture, and the graph; 0 where there is none or the driver cannot say.
+uint64_t capture_of(int64_t stream, void** graph) {
+  static const auto info = driver_call<CaptureInfo>("cuStreamGetCaptureInfo_v2");
+  int status = 0;
+  uint64_t id = 0;
+  constexpr int kActive = 1;
+  if (info == nullptr || info(reinterpret_cast<void*>(stream), &status, &id, graph, nullptr, nullptr) != 0) return 0;
+  return status == kActive ? id : 0;
+}
+
+std::mutex dead_mutex;
+std::vector<int64_t> dead;
+
+// The driver calls this from a thread of its own when a graph and all that was made from it are gone: no Python here.
+void graph_died(void* token) {
+  const std::lock_guard<std::mutex> guard(dead_mutex);
+  dead.push_back(reinterpret_cast<int64_t>(token));
+}
+
+std::vector<int64_t> take_dead() {
+  const std::lock_guard<std::mutex> guard(dead_mutex);
+  return std::exchange(dead, {});
+}
+
+// Whether `token` will be in take_dead() once the graph that is being captured on the stream is gone.
+bool lives_with_graph(int64_t stream, int64_t token) {
+  static const auto create = driver_call<UserObjectCreate>("cuUserObjectCreate");
+  static const auto retain = driver_call<RetainUserObject>("cuGraphRetainUserObject");
+  constexpr unsigned kNoDestructorSync = 1, kMove = 1;
+  void* graph = nullptr;
+  void* object = nullptr;
+  if (create == nullptr || retain == nullptr || capture_of(stream, &graph) == 0 || graph == nullptr) return false;
+  if (create(&object, reinterpret_cast<void*>(token), &graph_died, 1, kNoDestructorSync) != 0) return false;
+  return retain(graph, object, 1, kMove) == 0;  // where it fails, the object is kept for good, and so is the table
 }
 
 // A compiled kernel with its arguments: eight bytes each, as they lie in memory (little endian).
@@ -145,10 +247,12 @@ class Launch {
     if (code != 0) throw std::runtime_error("cuLaunchKernel failed with CUDA error " + std::to_string(code));
   }
 
+  void set(size_t at, const at::Tensor& tensor) { values_[at] = reinterpret_cast<int64_t>(tensor.data_ptr()); }
+
   // Writes a fresh float32 scalar on `like`'s device: its address is argument `at`; `number` is argument `number_at`.
   at::Tensor run_scalar(int64_t stream, const at::Tensor& like, int64_t at, int64_t number_at, double number) {
     at::Tensor out = at::empty({}, like.options().dtype(at::kFloat));
-    values_[at] = reinterpret_cast<int64_t>(out.data_ptr());
+    set(at, out);
     const float single = static_cast<float>(number);
     std::memcpy(&values_[number_at], &single, sizeof(single));
     run(stream);
@@ -166,6 +270,31 @@ class Launch {
   SetContext set_context_;
 };
 
+// The columns of the statistics of all gradients and of their total: five of [columns - 1], then five of [].
+std::vector<at::Tensor> split_columns(const at::Tensor& out, const at::Tensor& counts) {
+  at::AutoDispatchBelowAutograd guard;
+  const int64_t last = counts.size(0) - 1;
+  std::vector<at::Tensor> columns;
+  for (int64_t i = 0; i < 4; ++i) columns.push_back(out.select(0, i).narrow(0, 0, last));
+  columns.push_back(counts.narrow(0, 0, last));
+  for (int64_t i = 0; i < 4; ++i) columns.push_back(out.select(0, i).select(0, last));
+  columns.push_back(counts.select(0, last));
+  return columns;
+}
+
+// Statistics by two launches, `read` and `finish`, into fresh tensors on `like`'s device: their addresses are the
+// arguments from `read_at` and from `finish_at` on.
+std::vector<at::Tensor> run_stats(Launch& read, Launch& finish, int64_t stream, const at::Tensor& like,
+                                  int64_t num_columns, size_t read_at, size_t finish_at) {
+  at::Tensor out = at::empty({4, num_columns}, like.options().dtype(at::kFloat));
+  at::Tensor counts = at::empty({num_columns}, like.options().dtype(at::kLong));
+  read.set(read_at, out), read.set(read_at + 1, counts);
+  finish.set(finish_at, out), finish.set(finish_at + 1, counts);
+  read.run(stream);
+  finish.run(stream);
+  return {out, counts};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -174,10 +303,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     tensor_type = tensor.release().ptr();
   });
   m.def("gather", &gather);
-  m.def("matches", &matches);
+  py::class_<Walk>(m, "Walk")
+      .def(py::init<const at::Tensor&>())
+      .def("matches", &Walk::matches)
+      .def("matches_pairs", &Walk::matches_pairs);
+  m.def("capture_of", [](int64_t stream) {
+    void* graph = nullptr;
+    return capture_of(stream, &graph);
+  });
+  m.def("lives_with_graph", &lives_with_graph);
+  m.def("take_dead", &take_dead);
+  m.def("split_columns", &split_columns);
   m.def("bump_versions", &bump_versions);
   py::class_<Launch>(m, "Launch")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, const std::vector<size_t>&>())
       .def("run", &Launch::run)
       .def("run_scalar", &Launch::run_scalar);
+  m.def("run_stats", &run_stats);
 }

@@ -73,6 +73,8 @@ def is_simple(gradient: Tensor) -> bool:
         and gradient.dtype in ELEMENT_CODES
         and gradient.device.type in ("cuda", "cpu")
         and not gradient.is_neg()
+        and not gradient._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(gradient)  # it has no memory of its own
         and is_dense(gradient)
     )
 
@@ -111,20 +113,39 @@ def gather_rows_in_python(items: list[Tensor], always_grad: bool) -> Tensor | No
             continue
         if type(item) not in (Tensor, nn.Parameter) or not is_simple(gradient):
             return None
+        if gradient.numel() and gradient.data_ptr() == 0:
+            return None  # storage resized to nothing: there is nothing to read
         device = gradient.device.index if gradient.device.type == "cuda" else -1
         code = ELEMENT_CODES[gradient.dtype] | (OF_PARAMETER if of_parameter else 0) | ((device + 1) << 32)
         rows.append((gradient.data_ptr() if gradient.numel() else 0, gradient.numel(), code))
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
 
 
-def rows_match(items: list[Tensor], always_grad: bool, rows: Tensor) -> bool:
-    """Whether every gradient still lies where `rows` says. Both sides are read now: there is no stale answer."""
+class PythonWalk:
+    """The compiled `Walk` in Python: compares what `gather_rows` found with what is there now.
+
+    Both sides are read on every call: there is no stale answer.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def matches(self, items: list[Tensor], always_grad: bool) -> bool:
+        """Whether every gradient of these items still lies where the rows say."""
+        found = gather_rows_in_python(items, always_grad)
+        return found is not None and torch.equal(found, self._rows)
+
+    def matches_pairs(self, pairs: list[tuple[str, Tensor]], names: tuple[str, ...]) -> bool:
+        """The same for (name, item) pairs, and whether the names are these."""
+        if not all(type(pair) is tuple and len(pair) == 2 and isinstance(pair[1], Tensor) for pair in pairs):
+            return False
+        return tuple(name for name, _ in pairs) == names and self.matches([item for _, item in pairs], False)
+
+
+def walk_of(rows: Tensor) -> Any:
+    """A `Walk` over these rows, compiled where it can be."""
     walker = compiled_walker()
-    if walker is not None:
-        matching: bool = walker.matches(items, always_grad, rows)
-        return matching
-    found = gather_rows_in_python(items, always_grad)
-    return found is not None and torch.equal(found, rows)
+    return PythonWalk(rows) if walker is None else walker.Walk(rows)
 
 
 def bump_versions(items: list[Tensor]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -128,6 +130,74 @@ def test_shared_and_odd_gradients() -> None:
     assert float(grad_norm(odd, kernel="triton")) == pytest.approx(exact, rel=1e-6)
     double = [torch.ones(3), torch.ones(4, dtype=torch.float64)]
     assert float(grad_norm(double, kernel="triton")) == pytest.approx(math.sqrt(7), rel=1e-6)
+
+
+def test_statistics_follow_the_gradients() -> None:
+    """A list of pairs that is passed again and again, while what it stands for changes."""
+    parameters = parameters_of([torch.float32], 1)[5:9]
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    named.append(("again", parameters[1]))
+    for change in range(5):
+        if change == 1:
+            parameters[0].grad = None
+        elif change == 2:
+            parameters[2].grad = torch.full_like(parameters[2], 2.0)
+        elif change == 3:
+            named[3] = ("renamed", parameters[3])
+        elif change == 4:
+            parameters[0].grad = torch.ones_like(parameters[0])
+        for _ in range(2):
+            found, expected = grad_stats(named, kernel="triton"), grad_stats(named, kernel="torch")
+            assert found.names == expected.names
+            assert found.per_tensor.l2.shape == (len(found.names),)
+            torch.testing.assert_close(found.per_tensor.l2, expected.per_tensor.l2, rtol=1e-6, atol=0)
+            torch.testing.assert_close(found.total.l2, expected.total.l2, rtol=1e-6, atol=0)
+            torch.testing.assert_close(found.per_tensor.sum, expected.per_tensor.sum, rtol=1e-5, atol=1e-4)
+
+
+def test_several_threads_at_once() -> None:
+    """More lists than there are tables kept: threads evict each other's, and clip what another one reads."""
+    lists = [parameters_of([torch.float32], 0, seed)[:7] for seed in range(20)]
+    expected = [float(torch.linalg.vector_norm(values(each))) for each in lists]
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            for each, norm in zip(lists, expected, strict=True):
+                for found in (grad_norm(each, kernel="triton"), clip_grad_norm_(each, 1e9, kernel="triton")):
+                    if float(found) != pytest.approx(norm, rel=1e-6):
+                        wrong.append((float(found), norm))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_tables_made_in_inference_mode_outlive_it() -> None:
+    parameters = parameters_of([torch.float32], 0)
+    with torch.inference_mode():
+        first = float(clip_grad_norm_(parameters, 1e9, kernel="triton"))
+    assert float(clip_grad_norm_(parameters, 1e9, kernel="triton")) == first
+    assert float(grad_norm(parameters, kernel="triton")) == first
+
+
+def test_copied_models_have_their_own_tables() -> None:
+    model = nn.Linear(30, 40)
+    model.weight.grad, model.bias.grad = torch.randn(40, 30), torch.randn(40)
+    parameters = list(model.parameters())
+    norm = float(grad_norm(parameters, kernel="triton"))
+    copied = list(copy.deepcopy(model).parameters())
+    assert float(grad_norm(copied, kernel="triton")) == 0.0  # a copy has no gradients
+    for original, parameter in zip(parameters, copied, strict=True):
+        parameter.grad = original.grad.clone()  # type: ignore[union-attr]
+    clip_grad_norm_(copied, norm / 2, kernel="triton")
+    assert float(grad_norm(parameters, kernel="triton")) == norm
+    assert float(grad_norm(copied, kernel="triton")) == pytest.approx(norm / 2, rel=1e-5)
 
 
 def test_tables_are_kept_in_bounds() -> None:

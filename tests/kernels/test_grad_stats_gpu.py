@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from perfdoctor.kernels import launch_route, walker
+from perfdoctor.kernels import launch_route, stats_table, walker
 from perfdoctor.kernels.fused_clip import clip_in_optimizer
 from perfdoctor.kernels.grad_stats import clip_grad_norm_, grad_norm, grad_stats
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),  # torch says so when it is set
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KERNELS = ["triton", "cuda"]
 SIZES = (1, 3, 8, 1000, 1024, 1025, 4097, 8192, 20_000, 33_001, 0, 300_003, 5_000_000)
@@ -23,6 +28,7 @@ SIZES = (1, 3, 8, 1000, 1024, 1025, 4097, 8192, 20_000, 33_001, 0, 300_003, 5_00
 @pytest.fixture(autouse=True)
 def no_tables() -> Iterator[None]:
     yield
+    stats_table.forget()
     launch_route.TABLES.clear()
     torch.cuda.set_sync_debug_mode("default")
 
@@ -139,6 +145,84 @@ def test_second_launch_is_prepared() -> None:
     assert set(found.launches) == {("norm", 0), "scale"}
 
 
+def test_second_statistics_are_prepared_and_the_same() -> None:
+    if walker.compiled_walker() is None:
+        pytest.skip("no C++ compiler")
+    parameters = parameters_of(DTYPES, 1)
+    parameters[4].grad = None
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)] + [("again", parameters[0])]
+    results = [grad_stats(named) for _ in range(4)]
+    found = stats_table.find(named, None)
+    assert found is not None
+    assert {"stats", "per_tensor"} <= set(found.table.launches)
+    assert results[0].names == results[3].names == ("0", "1", "2", "3", *map(str, range(5, 13)), "again")
+    for column in ("sum", "mean", "l2", "abs_max", "num_nonfinite"):
+        for part in ("per_tensor", "total"):
+            first, later = (getattr(getattr(result, part), column) for result in (results[0], results[3]))
+            torch.testing.assert_close(later, first, rtol=0, atol=0, equal_nan=True)
+    parameters[1].grad = parameters[1].grad * 3 + 1  # type: ignore[operator]
+    moved, expected = grad_stats(named), grad_stats(named, kernel="torch")
+    torch.testing.assert_close(moved.per_tensor.l2, expected.per_tensor.l2, rtol=1e-6, atol=0)
+
+
+def test_statistics_from_two_threads_and_in_inference_mode() -> None:
+    parameters = parameters_of([torch.float32])
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    with torch.inference_mode():
+        clip_grad_norm_(parameters, 1e9), grad_stats(named)  # the tables are made here, and outlive the mode
+    expected = exact_norm(gradients_of(parameters))
+    wrong: list[float] = []
+
+    def work(max_norm: float) -> None:
+        for _ in range(100):
+            norm = grad_stats(named).total.l2 if max_norm < 0 else clip_grad_norm_(parameters, max_norm)
+            if float(norm) != pytest.approx(expected, rel=1e-6):
+                wrong.append(float(norm))
+
+    # Norms that clip nothing, beside `grad_norm`s whose own coefficient would: it must not reach the scaling.
+    threads = [threading.Thread(target=work, args=(limit,)) for limit in (1e9, -1.0, 1e12)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        grad_norm(parameters)
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    launch_route.TABLES.clear()
+    assert float(grad_norm(parameters)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_tables_go_with_their_graphs() -> None:
+    compiled = walker.compiled_walker()
+    if compiled is None:
+        pytest.skip("no C++ compiler")
+    parameters = parameters_of([torch.float32])
+    grad_norm(parameters)
+    captured = launch_route.TABLES._captured
+    before = len(captured)
+    for _ in range(8):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            norms = [grad_norm(parameters) for _ in range(5)]
+        graph.replay()
+        assert float(norms[4]) == pytest.approx(exact_norm(gradients_of(parameters)), rel=1e-6)
+        del graph, norms
+        gc.collect()
+        torch.cuda.synchronize()
+        time.sleep(0.05)  # the driver tells of a graph's end from a thread of its own
+    assert len(captured) <= before + 4
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_infinite_max_norm_only_measures(kernel: str) -> None:
+    parameters = parameters_of([torch.float32])
+    before = [gradient.clone() for gradient in gradients_of(parameters)]
+    for _ in range(3):
+        norm = clip_grad_norm_(parameters, math.inf, kernel=kernel)
+        assert float(norm) == pytest.approx(exact_norm(before), rel=1e-6)
+    assert all(torch.equal(now, old) for now, old in zip(gradients_of(parameters), before, strict=True))
+
+
 def test_a_stale_table_cannot_be_had() -> None:
     """Every step frees, moves, swaps, resizes and overwrites gradients; the allocator hands old addresses out again."""
     parameters = [nn.Parameter(torch.zeros(600, device="cuda")) for _ in range(60)]
@@ -178,8 +262,10 @@ def test_more_than_2_31_elements() -> None:
     for kernel in KERNELS:
         assert float(grad_norm([gradient], kernel=kernel)) == pytest.approx(expected, rel=1e-6)
         assert float(grad_norm([gradient], math.inf, kernel=kernel)) == 1000.0
-    stats = grad_stats({"huge": gradient})
-    assert float(stats.total.l2) == float(stats.per_tensor.l2[0]) == pytest.approx(expected, rel=1e-6)
+    for _ in range(2):  # the second launch is prepared: its number of elements takes eight bytes
+        stats = grad_stats({"huge": gradient})
+        assert float(stats.total.l2) == pytest.approx(expected, rel=1e-6)
+        assert float(stats.per_tensor.l2[0]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_equal_values_where_plain_addition_drifts() -> None:
@@ -193,6 +279,7 @@ def test_equal_values_where_plain_addition_drifts() -> None:
 def test_in_a_cuda_graph(kernel: str) -> None:
     parameters = parameters_of([torch.float32, torch.bfloat16], 1)
     named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         clip_grad_norm_(parameters, 1e9, kernel=kernel), grad_stats(named, kernel=kernel)
@@ -249,6 +336,7 @@ def test_odd_gradients_and_mixed_devices() -> None:
     assert float(parameter.grad.double().norm()) == pytest.approx(1.0, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # inductor warns of its own: TF32, fork
 def test_compiled_in_one_graph() -> None:
     parameters = parameters_of([torch.float32])
     expected = exact_norm(gradients_of(parameters))

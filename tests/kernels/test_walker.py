@@ -38,7 +38,9 @@ def test_both_walks_agree(compiled: Any, always_grad: bool) -> None:
     rows = walker.gather_rows_in_python(chosen, always_grad)
     assert rows is not None
     assert torch.equal(compiled.gather(chosen, always_grad), rows)
-    assert compiled.matches(chosen, always_grad, rows)
+    for walk in (compiled.Walk(rows), walker.PythonWalk(rows)):
+        assert walk.matches(chosen, always_grad)
+        assert walk.matches(chosen, always_grad)  # the hints of the first walk are no answers
 
 
 def test_a_row(compiled: Any) -> None:
@@ -82,7 +84,9 @@ def test_every_change_is_seen(compiled: Any, walks_in_python: bool, monkeypatch:
     chosen = items()
     rows = walker.gather_rows(chosen, False)
     assert rows is not None
-    assert walker.rows_match(chosen, False, rows)
+    walk = walker.walk_of(rows)
+    assert type(walk) is (walker.PythonWalk if walks_in_python else compiled.Walk)
+    assert walk.matches(chosen, False)
     old = chosen[0].grad
     assert old is not None
     for change in (None, old.clone(), old.half(), old[:1], old.t()[:, :1]):
@@ -90,15 +94,72 @@ def test_every_change_is_seen(compiled: Any, walks_in_python: bool, monkeypatch:
             chosen[0].grad = None
             chosen[0].data = torch.zeros_like(change)
         chosen[0].grad = change
-        assert not walker.rows_match(chosen, False, rows)
+        assert not walk.matches(chosen, False)
         chosen[0].grad = None
         chosen[0].data = torch.zeros_like(old)
         chosen[0].grad = old
-        assert walker.rows_match(chosen, False, rows)
-    assert not walker.rows_match(chosen[:-1], False, rows)
-    assert not walker.rows_match([chosen[1], chosen[0], *chosen[2:]], False, rows)
+        assert walk.matches(chosen, False)
+    assert not walk.matches(chosen[:-1], False)
+    assert not walk.matches([chosen[1], chosen[0], *chosen[2:]], False)
     old.data = old.clone()  # the same object in other memory
-    assert not walker.rows_match(chosen, False, rows)
+    assert not walk.matches(chosen, False)
+
+
+@pytest.mark.parametrize("walks_in_python", [False, True])
+def test_pairs_match_by_name_and_address(compiled: Any, walks_in_python: bool) -> None:
+    chosen = items()
+    pairs = [(f"p{index}", item) for index, item in enumerate(chosen)]
+    names = tuple(name for name, _ in pairs)
+    rows = compiled.gather(chosen, False)
+    walk = walker.PythonWalk(rows) if walks_in_python else compiled.Walk(rows)
+    assert walk.matches_pairs(pairs, names)
+    assert walk.matches_pairs([("".join(name), item) for name, item in pairs], names)
+    assert not walk.matches_pairs([("other", chosen[0]), *pairs[1:]], names)
+    assert not walk.matches_pairs(pairs[:-1], names)
+    assert not walk.matches_pairs([*pairs[:-1], ("p6", torch.zeros(1))], names)
+    assert not walk.matches_pairs([*pairs[:-1], (torch.zeros(0), "p6")], names)
+    assert not walk.matches_pairs([*pairs[:-1], ["p6", chosen[-1]]], names)
+    chosen[1].grad = chosen[1].grad.clone()  # type: ignore[union-attr]
+    assert not walk.matches_pairs(pairs, names)
+
+
+def test_hints_of_freed_objects_do_no_harm(compiled: Any) -> None:
+    parameters: list[Tensor] = items()[:4]
+    walk = compiled.Walk(compiled.gather(parameters, False))
+    assert walk.matches(parameters, False)
+    for _ in range(20):
+        parameters = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
+        assert not walk.matches(parameters, False)
+
+
+def test_swapped_tensors_are_seen(compiled: Any) -> None:
+    """The same Python objects in the same list, with each other's insides."""
+    parameters: list[Tensor] = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    walk = compiled.Walk(compiled.gather(parameters, False))
+    assert walk.matches(parameters, False)
+    gradients = [parameter.grad for parameter in parameters]
+    parameters[0].grad, parameters[1].grad = gradients[1], gradients[0]
+    assert not walk.matches(parameters, False)
+    del gradients
+    torch.utils.swap_tensors(parameters[0], parameters[1])
+    assert walk.matches(parameters, False)
+
+
+def test_gradients_without_memory_are_left_to_torch(compiled: Any) -> None:
+    resized = torch.ones(4)
+    resized.untyped_storage().resize_(0)
+    for odd in (resized, torch._efficientzerotensor((3,))):
+        assert compiled.gather([odd], False) is None
+        assert walker.gather_rows_in_python([odd], False) is None
+
+    def seen(x: Tensor) -> Tensor:
+        assert compiled.gather([x], False) is None
+        assert walker.gather_rows_in_python([x], False) is None
+        return x * 1
+
+    torch.func.vmap(seen)(torch.ones(2, 3))
 
 
 def test_versions_are_bumped(compiled: Any) -> None:

@@ -84,6 +84,36 @@ def test_one_huge_and_many_tiny_are_balanced() -> None:
     assert work.num_items - work.num_chunks == 500
 
 
+@given(gradients, st.integers(1, 40))
+@settings(deadline=None)
+def test_chunks_for_so_many_programs_cover_the_same(chosen: list[tuple[int, int, int]], programs: int) -> None:
+    work, addresses = cut_at(chosen, 2 * PACK * TILE)
+    columns = [np.array([c[index] for c in chosen], dtype=np.int64) for index in (1, 0)]
+    even = cut(addresses, *columns, 2 * PACK * TILE, programs)
+    assert even.num_elements.tolist() == work.num_elements.tolist()
+    for tensor in range(len(chosen)):
+        totals = [
+            int((each.rest & 0x7FFFFFFF)[(each.tensor == tensor) & ((each.rest >> 32) & 0xFF == kind)].sum())
+            for each in (work, even)
+            for kind in range(7)
+        ]
+        assert totals[:7] == totals[7:]
+    assert (even.rest & 0x7FFFFFFF)[: even.num_chunks].max(initial=0) <= 2 * PACK * TILE
+
+
+def test_programs_get_equal_shares() -> None:
+    columns = (np.array([256]), np.array([14_400 * PACK * TILE]), np.array([0]))
+    work = cut(*(column.astype(np.int64) for column in columns), 10 * PACK * TILE, 100)  # 14.4 rounds of 100
+    counts = work.rest & 0x7FFFFFFF
+    shares = np.bincount(np.arange(work.num_chunks) % 100, weights=counts[: work.num_chunks])
+    assert shares.max() / shares.mean() < 1.005
+
+
+def test_leading_chunks() -> None:
+    work, _ = cut_at([(0, 4 * PACK * TILE, 0)], PACK * TILE)  # four chunks of 32 KiB
+    assert [work.num_leading_chunks(size) for size in (0, 32_767, 32_768, 100_000, 1e9)] == [0, 0, 1, 3, 4]
+
+
 def test_sizes_beyond_32_bits() -> None:
     elements = (1 << 33) + 5
     columns = (np.array([256]), np.array([elements]), np.array([2]))
