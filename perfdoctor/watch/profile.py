@@ -43,10 +43,9 @@ class ProfileWindow:
 
     def start(self) -> bool:
         """Begin to record; False where a profiler of the user's is running."""
-        import torch.autograd.profiler
         from torch import profiler
 
-        if torch.autograd.profiler._is_profiler_enabled:
+        if profiler_running():
             self.problem = "another torch.profiler is running in the loop"
             return False
         activities = [getattr(profiler.ProfilerActivity, name) for name in self._activities]
@@ -107,6 +106,11 @@ class ProfileWindow:
             return prepare(profiler)
 
         self._patches.replace(profile, "_prepare_trace", prepare_trace)
+
+
+def profiler_running() -> bool:
+    """Whether a torch.profiler runs in this process: Kineto serves one at a time, and ours would end the user's."""
+    return bool(sys.modules["torch"].autograd.profiler._is_profiler_enabled)
 
 
 def _sync_events() -> Any:

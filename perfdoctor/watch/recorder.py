@@ -15,7 +15,7 @@ from perfdoctor.watch.clocks import Stamp, cuda_active, stamp_now
 from perfdoctor.watch.garbage import CollectionHook
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Plan, Row, Stage
-from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow
+from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow, profiler_running
 from perfdoctor.watch.ranges import PhaseRanges
 from perfdoctor.watch.sampler import StackSampler
 from perfdoctor.watch.settling import Settling
@@ -205,7 +205,7 @@ class Recorder:
             self.hooks.patch_calls()
 
     def _record(self, stage: Stage) -> None:
-        if stage == Stage.LIGHT and cuda_active():
+        if stage == Stage.LIGHT and cuda_active() and not profiler_running():
             sys.modules["torch"].cuda.synchronize()
             self.costs, self.pinned_bytes_per_s = measure_costs(), measure_pinned_copy()
         if stage == Stage.FULL:
