@@ -40,6 +40,9 @@ def check_copies(review: Review) -> Iterator[Priced]:
             yield _from_hits(review, count)
 
 
+_SPEED_BYTES = 65_536
+
+
 def _copy_finding(review: Review, group: SyncGroup) -> Priced:
     timeline = review.timeline
     code = code_of(group.kind)
@@ -52,8 +55,9 @@ def _copy_finding(review: Review, group: SyncGroup) -> Priced:
     rows = np.concatenate([order[first[i] : first[i + 1]] for i in copies.tolist()]) if len(copies) else copies
     size = int(timeline.work.num_bytes[rows].clip(0).sum())
     busy = int((timeline.work.end_ns[rows] - timeline.work.start_ns[rows]).sum())
-    rate = f"{format_bytes(size / review.num_steps)} a step"
-    speed = f" at {size / max(busy, 1):.1f} GB/s" if size else ""
+    rate = f"{format_bytes(size / review.num_steps)}{review.a_step}"
+    # Small copies take their latency: bytes over time is no speed of theirs.
+    speed = f" at {format_bytes(size / max(busy, 1) * 1e9)}/s" if size >= _SPEED_BYTES * max(len(copies), 1) else ""
     shadows = intervals.merge(
         idle_after(review, held),
         intervals.union(timeline.calls.start_ns[copies], timeline.calls.end_ns[copies]),

@@ -35,14 +35,14 @@ def check_allocator(review: Review) -> Iterator[Priced]:
     finding = Finding(
         code=ALLOCATOR,
         severity=review.severity(headroom),
-        title=_allocator_title(kind, review.per_step(len(held))),
+        title=_allocator_title(kind, review.per_step(len(held)), review.a_step),
         kind=kind,
         site=emptied[0].place if emptied else None,
         count=emptied[0].per_step if emptied else review.per_step(len(held)),
         host_blocked_ns=round(intervals.total(spans) / review.num_steps) if len(held) else None,
         gpu_idle_ns=review.claim(ALLOCATOR, spans) if review.has_device else None,
         headroom=headroom,
-        withheld="" if headroom else "no device recording of the driver's calls",
+        withheld="" if headroom else review.unpriced,
         basis=review.basis if len(held) else "live hooks",
         advice=advice_for_kind(kind),
         evidence=worst(calls.start_ns[held], calls.end_ns[held]),
@@ -61,11 +61,12 @@ def _in_steady_state(review: Review, times: Ints) -> bool:
     return 2 * len(np.unique(step_index(steps.host_start_ns, times))) >= len(steps)
 
 
-def _allocator_title(kind: str, number: float) -> str:
-    calls = f"{number:.3g} cudaMalloc/cudaFree a step"
+def _allocator_title(kind: str, number: float, a_step: str) -> str:
+    calls = f"{number:.3g} cudaMalloc/cudaFree{a_step}"
     if kind == "empty_cache":
         return f"torch.cuda.empty_cache() in the loop: {calls}" if number else "torch.cuda.empty_cache() in the loop"
-    return f"the allocator goes to the driver in steady state: {calls}"
+    # Without steps nobody knows whether the loop was warm.
+    return f"the allocator goes to the driver{' in steady state' if a_step else ''}: {calls}"
 
 
 def check_garbage_collection(review: Review) -> Iterator[Priced]:
@@ -97,7 +98,7 @@ def check_garbage_collection(review: Review) -> Iterator[Priced]:
         host_blocked_ns=round(per_step),
         gpu_idle_ns=review.claim(GARBAGE_COLLECTION, spans) if review.has_device else None,
         headroom=headroom,
-        withheld="" if headroom else "no device recording: what comes back needs a GPU",
+        withheld="" if headroom else review.unpriced,
         basis=review.basis,
         advice=advice("move long-lived objects out of the collector's sight after warm-up", "garbage-collection"),
         evidence=worst(*spans),

@@ -84,13 +84,13 @@ def check_fusion(review: Review) -> Iterator[Priced]:
         code="fusion",
         severity=review.severity(headroom),
         title=(
-            f"{review.per_step(number):.0f} pointwise kernels a step in {review.per_step(len(chains)):.0f} chains "
-            f"that fusion would merge"
+            f"{review.per_step(number):.0f} pointwise kernels{review.a_step} in {review.per_step(len(chains)):.0f} "
+            "chains that fusion would merge"
         ),
         kind="fusion",
         count=review.per_step(len(chains)),
         headroom=headroom,
-        afterwards=f"they take {format_ms(spent)} of the device a step",
+        afterwards=f"they take {format_ms(spent)} of the device{review.a_step}",
         basis=review.basis + "; at most: each chain as its longest kernel",
         advice=advice("torch.compile merges such chains", "fusion"),
     )
@@ -143,7 +143,7 @@ def check_communication(review: Review) -> Iterator[Priced]:
         kind="exposed_communication",
         count=review.per_step(len(rows)),
         headroom=headroom,
-        afterwards=f"{format_ms(per_step)} of {format_ms(all_of_it)} a step are exposed",
+        afterwards=f"{format_ms(per_step)} of {format_ms(all_of_it)}{review.a_step} are exposed",
         basis=review.basis + "; at most: collectives free of charge",
         advice=advice("overlap them (DDP buckets, gradient accumulation with no_sync), or look for the late rank", ""),
         evidence=tuple((int(a), int(b)) for a, b in zip(exposed[0][:3], exposed[1][:3], strict=True)),

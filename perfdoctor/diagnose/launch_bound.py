@@ -44,7 +44,7 @@ def check_launch_bound(review: Review) -> Iterator[Priced]:
         code="launch-bound",
         severity=review.severity(headroom),
         title=(
-            f"the device waits for launches: {review.per_step(len(launches)):.0f} a step, "
+            f"the device waits for launches: {review.per_step(len(launches)):.0f} of them{review.a_step}, "
             f"median kernel {format_duration(float(np.median(lengths[kernels])) if kernels.any() else 0)}"
         ),
         kind="launch_bound",
@@ -52,7 +52,7 @@ def check_launch_bound(review: Review) -> Iterator[Priced]:
         gpu_idle_ns=review.claim("launch-bound", late),
         headroom=headroom,
         afterwards=(
-            f"{format_share(idle / step)} of the step is gaps before kernels launched too late"
+            f"{format_share(idle / step)} of the time is gaps before kernels launched too late"
             + (f"; the host was at {busiest}" if busiest else "")
         ),
         basis=review.basis + "; at most: every launch from a CUDA graph",
@@ -80,7 +80,7 @@ def check_small_kernels(review: Review) -> Iterator[Priced]:
     finding = Finding(
         code="small-kernels",
         severity=review.severity(headroom),
-        title=f"{review.per_step(len(calls)):.0f} launches a step in long runs of kernels under 5 us",
+        title=f"{review.per_step(len(calls)):.0f} launches{review.a_step} in long runs of kernels under 5 us",
         kind="launch_bound",
         count=review.per_step(len(calls)),
         headroom=headroom,

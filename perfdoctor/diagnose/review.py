@@ -21,6 +21,7 @@ from perfdoctor.units import format_share
 
 # Recordings came out within 4 % (28 of 29 tried, of NVIDIA and AMD devices); beyond this the model does not fit.
 MAX_REPLAY_ERROR = 0.12
+MAX_MISSING = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +32,36 @@ class Priced:
     edits: Edits | None = None
 
 
+def num_missing_kernels(capture: Capture) -> tuple[int, int] | None:
+    """(kernel launches without a kernel, all kernel launches) where over a fifth lack theirs; None else.
+
+    Launches recorded into a CUDA graph have none either, but not that often in a loop worth tracing. Kernels that no
+    call claims are there all the same: then only the links are missing.
+    """
+    calls, work = capture.calls, capture.work
+    launches = calls.correlation[calls.kind == CallKind.LAUNCH]
+    lost = int((~np.isin(launches, work.correlation)).sum())
+    orphans = int((~np.isin(work.correlation, calls.correlation)).sum())
+    lost -= min(lost, orphans)
+    return (lost, len(launches)) if len(work) and lost > MAX_MISSING * len(launches) else None
+
+
 class Review:
     """One timeline under review. Checks read it, claim idle time of it and yield `Priced` findings."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, missing: tuple[int, int] | None = None) -> None:
+        """`missing`: what `num_missing_kernels` says of the capture: (lost, of how many launches)."""
         self.timeline = timeline
+        self.missing = missing
         self.pricing = Pricing(timeline)
         self.claims: IdleClaims = idle_claims(timeline)
         self.skipped: list[tuple[str, str]] = []
+        if missing is not None:
+            self.skip(
+                "how busy the GPU was",
+                f"{missing[0]} of {missing[1]} launches have no kernel in the recording (a damaged or cut file, or "
+                "kernels that were not traced): what looks idle may not be",
+            )
 
     @property
     def capture(self) -> Capture:
@@ -51,6 +74,11 @@ class Review:
     @property
     def num_steps(self) -> int:
         return len(self.steps) if self.steps is not None else 1
+
+    @property
+    def a_step(self) -> str:
+        """' a step' behind a figure; '' where the whole recording stands for the steps that it does not mark."""
+        return "" if self.steps is not None and not self.steps.known else " a step"
 
     @property
     def has_device(self) -> bool:
@@ -98,7 +126,7 @@ class Review:
     @cached_property
     def replayable(self) -> bool:
         """Whether the replay gives the recorded schedule back; said once where it does not."""
-        if not self.has_device:
+        if not self.has_device or self.missing is not None:
             return False
         off = self.pricing.reproduction
         if abs(off - 1) <= MAX_REPLAY_ERROR:
@@ -124,14 +152,23 @@ class Review:
         return count / self.num_steps / batches if batches > 1 else None
 
     @property
+    def unpriced(self) -> str:
+        """Why a finding has no milliseconds: for `Finding.withheld`."""
+        if not self.has_device:
+            return "no device recording: what comes back needs a GPU"
+        return "the recording does not tell: see 'Not judged'"
+
+    @property
     def basis(self) -> str:
         """What the milliseconds rest on, for people."""
         if not self.has_device:
             return "host recording"
         steps = self.pricing.replay
         kind = "full" if len(self.capture.ops) else "light"
-        turns = self.steps is not None and self.steps.origin == "repetition"
-        span = f"{steps.num_steps} {'turns' if turns else 'steps'}" if steps.steady else "the whole window"
+        noun = "turn" if self.steps is not None and self.steps.origin == "repetition" else "step"
+        span = (
+            f"{steps.num_steps} {noun if steps.num_steps == 1 else noun + 's'}" if steps.steady else "the whole window"
+        )
         return f"replay of the {kind} recording, {span}"
 
     @cached_property

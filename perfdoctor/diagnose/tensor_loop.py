@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from perfdoctor.record.capture import CopyKind, Ints, WorkKind
 from perfdoctor.record.kernel_names import KernelClass, kernel_class, kernel_family
-from perfdoctor.record.timeline import Timeline
+from perfdoctor.record.timeline import Timeline, step_index
 
 MIN_REPEATS = 16
 MAX_MOTIF = 24
@@ -46,7 +46,7 @@ def find_tensor_loops(timeline: Timeline) -> tuple[TensorLoop, ...]:
     order, symbols = order[kept], symbols[kept]
     allowed = (symbols >= 0) | (symbols == _READ)
     loops = []
-    for start, stop, motif in _periodic_runs(symbols, allowed):
+    for start, stop, motif in _periodic_runs(symbols, allowed, _steps_of(timeline, order)):
         works = order[start:stop]
         calls = timeline.call_of_work[works]
         names = tuple("read" if s == _READ else families[s] for s in symbols[start : start + motif].tolist())
@@ -85,15 +85,24 @@ def _symbols(timeline: Timeline, order: Ints) -> tuple[Ints, list[str]]:
     return symbols, list(families)
 
 
-def _periodic_runs(symbols: Ints, allowed: NDArray[np.bool_]) -> list[tuple[int, int, int]]:
-    """`(start, stop, motif length)` of maximal runs that repeat a motif at least MIN_REPEATS times."""
+def _steps_of(timeline: Timeline, order: Ints) -> Ints:
+    """The step in which each work was launched: a loop ends with its step, even if the next step begins with it."""
+    steps = timeline.steps
+    if steps is None:
+        return np.zeros(len(order), np.int64)
+    return step_index(steps.host_start_ns, timeline.launch_ns[order])
+
+
+def _periodic_runs(symbols: Ints, allowed: NDArray[np.bool_], steps: Ints) -> list[tuple[int, int, int]]:
+    """`(start, stop, motif length)` of maximal runs in a step that repeat a motif at least MIN_REPEATS times."""
     taken = ~allowed
     runs = []
     for motif in range(1, MAX_MOTIF + 1):
         same = np.zeros(len(symbols), bool)
         if len(symbols) <= motif:
             break
-        same[:-motif] = (symbols[:-motif] == symbols[motif:]) & ~taken[:-motif] & ~taken[motif:]
+        same[:-motif] = (symbols[:-motif] == symbols[motif:]) & (steps[:-motif] == steps[motif:])
+        same[:-motif] &= ~taken[:-motif] & ~taken[motif:]
         edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0])))).reshape(-1, 2)
         edges = edges[(edges[:, 1] - edges[:, 0]) // motif + 1 >= MIN_REPEATS]
         for start, stop in edges.tolist():

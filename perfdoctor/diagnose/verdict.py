@@ -26,9 +26,11 @@ from perfdoctor.diagnose.host_sync import check_host_sync, check_unsynchronised_
 from perfdoctor.diagnose.joint import with_joint_headroom
 from perfdoctor.diagnose.kernel_time import check_communication, check_fusion, check_tensor_cores
 from perfdoctor.diagnose.launch_bound import check_launch_bound, check_small_kernels, kernel_gaps, late_launches
-from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.review import Priced, Review, num_missing_kernels
 from perfdoctor.diagnose.switches import check_anomaly_mode, check_debug_switches
-from perfdoctor.record.capture import Capture
+from perfdoctor.diagnose.tensor_loop import MIN_REPEATS
+from perfdoctor.record.capture import Capture, Site
+from perfdoctor.record.sync_kinds import HOST_SYNC
 from perfdoctor.record.timeline import Timeline
 from perfdoctor.units import format_ms
 
@@ -56,7 +58,7 @@ CHECKS: tuple[Check, ...] = (
 
 def diagnose(capture: Capture) -> Diagnosis:
     """Judge one recording."""
-    review = Review(Timeline(capture))
+    review = Review(Timeline(capture), missing=num_missing_kernels(capture))
     priced = [each for check in CHECKS for each in check(review)]
     if not review.has_device:
         missing = "none of the host's CUDA calls" if len(review.timeline.work) else "no device work"
@@ -65,8 +67,11 @@ def diagnose(capture: Capture) -> Diagnosis:
         # No findings of their own: idle time whose cause is known, so that little is left unexplained.
         review.claim("launch-gaps", late_launches(review))
         review.claim("kernel-gaps", kernel_gaps(review))
-    accounting = account(review.timeline, review.claims)
+    blind = review.missing is not None or _cut_beyond_replay(review)
+    accounting = None if blind else account(review.timeline, review.claims)
     findings, remarks = with_joint_headroom(review, _without_shadowed(priced))
+    if blind:
+        findings = [replace(finding, gpu_idle_ns=None) for finding in findings]
     step = _step_time(review)
     return Diagnosis(
         source=capture.path or capture.source,
@@ -82,8 +87,24 @@ def diagnose(capture: Capture) -> Diagnosis:
         environment=capture.environment,
         notes=capture.notes,
         overheads=capture.overheads,
-        advice=(*_remarks(review, accounting), *remarks),
+        advice=(*_of_one_device(capture, review), *_remarks(review, accounting), *remarks),
     )
+
+
+def _cut_beyond_replay(review: Review) -> bool:
+    """Whether a cut file lacks so many rows that the rest does not fit together: then idle time is not known."""
+    cut = any(note.code == "truncated" for note in review.capture.notes)
+    if not cut or not review.has_device or review.replayable:
+        return False
+    review.skip("how busy the GPU was", "the file is cut, and what is left of it does not fit together")
+    return True
+
+
+def _of_one_device(capture: Capture, review: Review) -> list[str]:
+    devices = np.unique(capture.work.device)
+    if len(devices) < 2:
+        return []
+    return [f"Work of {len(devices)} devices was recorded: this page is of device {review.timeline.work.device[0]}."]
 
 
 def diagnose_ranks(captures: Sequence[Capture]) -> Diagnosis:
@@ -93,7 +114,11 @@ def diagnose_ranks(captures: Sequence[Capture]) -> Diagnosis:
     judged = [diagnose(capture) for capture in captures]
     rows = tuple(_rank_row(i, capture, each) for i, (capture, each) in enumerate(zip(captures, judged, strict=True)))
     slowest = max(range(len(judged)), key=lambda i: rows[i].step_ns)
-    return replace(judged[slowest], ranks=rows)
+    numbers = [row.rank for row in rows]
+    remarks = [f"This page is of rank {rows[slowest].rank}, the slowest of {len(rows)}."]
+    if len(set(numbers)) < len(numbers):
+        remarks.append("Several files say that they are the same rank: one file twice, or files of different runs?")
+    return replace(judged[slowest], ranks=rows, advice=(*remarks, *judged[slowest].advice))
 
 
 def _rank_row(position: int, capture: Capture, diagnosis: Diagnosis) -> RankRow:
@@ -122,8 +147,11 @@ def _step_time(review: Review) -> StepTime | None:
     if steps is None:
         return None
     if not steps.known:
-        return _quartiles(steps.window_end_ns - steps.window_start_ns, "the whole window: the recording marks no steps")
-    lengths = np.diff(steps.window_end_ns) if len(steps) > 2 else steps.window_end_ns - steps.window_start_ns
+        length = int(steps.window_end_ns[0] - steps.window_start_ns[0])
+        basis = "the whole of it: it marks no steps"
+        return StepTime(median_ns=length, low_ns=length, high_ns=length, num_steps=0, basis=basis)
+    # Of one or two steps the first device window is cut short: it begins with the first work that was recorded.
+    lengths = np.diff(steps.window_end_ns) if len(steps) > 2 else steps.host_end_ns - steps.host_start_ns
     if steps.origin == "repetition":
         return _quartiles(lengths, "turns of the launch sequence, slowed by the recorder: the recording marks no steps")
     partial = review.capture.steps.partial[steps.index]
@@ -149,7 +177,7 @@ def _samples_per_s(review: Review, step: StepTime | None) -> float | None:
 def _binding(review: Review, accounting: Accounting | None, findings: Sequence[Finding]) -> Binding:
     """What the loop waits for: idle time by its largest cause, busy time by its largest class."""
     if accounting is None or not accounting.window_ns:
-        return _binding_without_device(findings)
+        return Binding.UNKNOWN if review.has_device else _binding_without_device(findings)
     idle = accounting.window_ns - accounting.busy_ns
     if idle <= 0.25 * accounting.window_ns:
         classes = {
@@ -192,9 +220,25 @@ def _binding_without_device(findings: Sequence[Finding]) -> Binding:
 
 
 def _without_shadowed(priced: Sequence[Priced]) -> list[Priced]:
-    """A run of small kernels is the same advice as a loop bound by launches: said once."""
+    """One cause said once: small kernels in a loop bound by launches, the reads that a loop over tensors makes."""
     codes = {each.finding.code for each in priced}
-    return [each for each in priced if each.finding.code != "small-kernels" or "launch-bound" not in codes]
+    loops = {f.site for f in (each.finding for each in priced) if f.code == "gradient-loop" and f.site is not None}
+    kept = (each for each in priced if each.finding.code != "small-kernels" or "launch-bound" not in codes)
+    return [_part_of_loop(each) if _reads_in(each.finding, loops) else each for each in kept]
+
+
+def _reads_in(finding: Finding, loops: set[Site]) -> bool:
+    return finding.code == HOST_SYNC and finding.site in loops and finding.count >= MIN_REPEATS
+
+
+def _part_of_loop(priced: Priced) -> Priced:
+    """The reads of a loop stay a finding of their own, behind those whose cure they are not part of."""
+    finding = replace(
+        priced.finding,
+        severity=Severity.INFO,
+        afterwards="part of the loop over tensors at this line: its cure takes them",
+    )
+    return replace(priced, finding=finding)
 
 
 def _remarks(review: Review, accounting: Accounting | None) -> list[str]:
@@ -210,6 +254,15 @@ def _remarks(review: Review, accounting: Accounting | None) -> list[str]:
         )
     if steps is not None and not steps.known:
         remarks.append("The recording marks no steps: all figures are for the whole window.")
+    if any(note.code == "truncated" for note in review.capture.notes):
+        remarks.append(
+            "The file is cut, and its rows are not in order of time: what looks idle may be work whose rows are gone."
+        )
+    if steps is not None and steps.num_runs > 1:
+        remarks.append(
+            f"The recording holds {steps.num_runs} runs of steps with pauses between them: the longest is judged, "
+            f"{len(steps)} {'step' if len(steps) == 1 else 'steps'}."
+        )
     bare = review.pricing.bare_step_ns
     if bare and review.replayable and abs(review.pricing.step_ns / bare - 1) > 0.1:
         remarks.append(

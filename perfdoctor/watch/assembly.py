@@ -58,11 +58,22 @@ def assemble(recorder: Recorder) -> Capture:
         capture,
         environment=replace(environment, pinned_h2d_bytes_per_s=recorder.pinned_bytes_per_s),
         costs=recorder.costs,
-        notes=(*light.notes, *recorder.notes, *_notes(recorder), *describe_optimizers(optimizers), *times.notes),
+        notes=(
+            *_without_step_note(light),
+            *recorder.notes,
+            *_notes(recorder),
+            *describe_optimizers(optimizers),
+            *times.notes,
+        ),
         overheads=times.overheads(),
         bare=times.bare(),
         full=full,
     )
+
+
+def _without_step_note(light: Capture) -> list[Note]:
+    # The reader misses step marks in the file; the session has its own.
+    return [note for note in light.notes if note.code != "no-steps"]
 
 
 class _Times:

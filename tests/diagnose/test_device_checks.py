@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from loop_capture import GEMM, MS, POINTWISE, US, Body, Machine, period, run_loop
+from loop_capture import GEMM, MS, POINTWISE, US, Body, Machine, period, run_loop, site
 
 from perfdoctor.diagnose import diagnose
-from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding
+from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity
+from perfdoctor.record.capture import Phase
 
 SGEMM = "ampere_sgemm_128x64_nn"
 TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_kernel"
@@ -130,3 +131,29 @@ def test_the_binding_is_the_largest_class_of_busy_time() -> None:
         machine.to_device(9 * MS, 10**8)
 
     assert diagnose(run_loop(copies, 12).capture(4)).binding == Binding.COPIES
+
+
+NORM = (
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float> > >(int)"
+)
+
+
+def test_the_reads_of_a_loop_are_said_to_be_part_of_it() -> None:
+    machine = Machine()
+    for _ in range(6):
+        machine.step()
+        machine.host(2 * MS)
+        for _ in range(20):
+            start = machine.now
+            machine.launch(3 * US, NORM)
+            machine.read()
+            machine.hit(site(7), "item", start, Phase.LIGHT)
+    findings = diagnose(machine.capture()).findings
+    loop = next(f for f in findings if f.code == "gradient-loop")
+    reads = next(f for f in findings if f.code == "host-sync")
+    assert loop.site == reads.site == site(7)
+    assert loop.severity == Severity.COST
+    assert reads.severity == Severity.INFO
+    assert findings.index(loop) < findings.index(reads)
+    assert "part of the loop" in reads.afterwards
+    assert reads.count == 20

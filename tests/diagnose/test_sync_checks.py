@@ -298,8 +298,8 @@ def test_a_line_that_only_the_hooks_saw_does_not_blame_the_device_recording() ->
     assert "no device recording" not in finding.withheld
 
 
-@pytest.mark.parametrize("kind", ["a_kind_of_a_later_version", "optimizer_step", "next_batch"])
-def test_kinds_that_are_no_syncs_or_unknown_break_nothing(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["a_kind_of_a_later_version", ""])
+def test_unknown_kinds_break_nothing(kind: str) -> None:
     machine = Machine()
     for _ in range(6):
         machine.step()
@@ -310,8 +310,6 @@ def test_kinds_that_are_no_syncs_or_unknown_break_nothing(kind: str) -> None:
         machine.read()
     diagnosis = diagnose(machine.capture())
     assert diagnosis.step is not None
-    marks = [f for f in (*diagnosis.findings, *diagnosis.leave_alone) if f.kind in ("optimizer_step", "next_batch")]
-    assert not marks
 
 
 def test_a_read_before_its_copy_has_arrived_is_an_error_first() -> None:

@@ -22,6 +22,7 @@ from perfdoctor.record.capture import (
     Environment,
     Hits,
     HostMemory,
+    Note,
     Pauses,
     Phase,
     Ranges,
@@ -208,7 +209,7 @@ def test_no_marks_is_said() -> None:
 
     diagnosis = diagnose(run_loop(body, 30).capture(marked=False))
     assert diagnosis.step is not None
-    assert diagnosis.step.num_steps == 1
+    assert diagnosis.step.num_steps == 0  # no step is known
     assert "no steps" in diagnosis.step.basis
     assert diagnosis.steps_per_s is None
     assert any("marks no steps" in remark for remark in diagnosis.advice)
@@ -337,3 +338,74 @@ def test_any_recording_is_judged_without_a_crash(
         assert finding.count >= 0
         if finding.headroom is not None:
             assert 0 <= finding.headroom.low_ns <= finding.headroom.mid_ns <= finding.headroom.high_ns
+
+
+def clean(machine: Machine, step: int) -> None:
+    machine.host(200 * US)
+    machine.launch(4 * MS, GEMM)
+    machine.launch(4 * MS, GEMM)
+    machine.wait_device()
+
+
+def test_launches_whose_kernels_are_gone_are_not_called_idle() -> None:
+    """Every second kernel is lost: half of the launches. Busy time is not known, and no cause is priced."""
+    capture = run_loop(clean, 10).capture()
+    whole = diagnose(capture)
+    assert whole.accounting is not None
+    cut = diagnose(replace(capture, work=capture.work.take(np.arange(len(capture.work)) % 2 == 0)))
+    assert cut.accounting is None
+    assert cut.binding == Binding.UNKNOWN
+    assert any(row.check == "how busy the GPU was" and "10 of 20 launches" in row.why for row in cut.skipped)
+    assert all(f.headroom is None for f in (*cut.findings, *cut.leave_alone))
+
+
+def test_one_recorded_step_is_as_long_as_its_mark() -> None:
+    """10 ms of host before 8 ms of kernels: the device saw 8 ms, the step took 18."""
+
+    def body(machine: Machine, step: int) -> None:
+        machine.host(10 * MS)
+        machine.launch(8 * MS, GEMM)
+        machine.wait_device()
+
+    diagnosis = diagnose(run_loop(body, 1).capture())
+    assert diagnosis.step is not None
+    assert 18 * MS <= diagnosis.step.median_ns < 18.1 * MS
+
+
+def test_the_same_rank_twice_is_said() -> None:
+    advice = " ".join(diagnose_ranks([rank(0, 8 * MS, 4 * MS), rank(0, 12 * MS, 1 * MS)]).advice)
+    assert "This page is of rank 0, the slowest of 2." in advice
+    assert "the same rank" in advice
+
+
+def test_a_cut_file_whose_rest_does_not_fit_together_is_not_called_idle() -> None:
+    """The waits for kernels that a cut file lacks: nothing in it explains them, and no GPU idled in them."""
+
+    def body(machine: Machine, step: int) -> None:
+        machine.host(200 * US)
+        machine.launch(6 * MS, GEMM)
+        machine.launch(4 * MS, GEMM)
+        machine.wait_device()
+
+    capture = run_loop(body, 10).capture()
+    keep = np.arange(len(capture.work)) % 8 != 0  # under a fifth of the launches
+    lost = np.isin(capture.calls.correlation, capture.work.correlation[~keep]) & (capture.calls.correlation >= 0)
+    cut = replace(
+        capture,
+        work=capture.work.take(keep),
+        calls=capture.calls.take(~lost),
+        notes=(Note(code="truncated", text="the file is truncated"),),
+    )
+    diagnosis = diagnose(cut)
+    assert any("is cut" in remark for remark in diagnosis.advice)
+    unfit = any(row.check == "what would come back" for row in diagnosis.skipped)
+    assert unfit
+    assert diagnosis.accounting is None
+    assert all(f.gpu_idle_ns is None for f in diagnosis.findings)
+
+
+def test_work_of_two_devices_is_said() -> None:
+    capture = run_loop(clean, 10).capture()
+    device = np.where(np.arange(len(capture.work)) == 3, 1, 0)
+    diagnosis = diagnose(replace(capture, work=replace(capture.work, device=device)))
+    assert "Work of 2 devices was recorded: this page is of device 0." in diagnosis.advice
