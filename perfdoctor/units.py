@@ -43,10 +43,12 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_share(ratio: float) -> str:
-    """A share of one as percent: '21 %', '0.4 %', '<0.1 %'."""
+    """A share of one as percent: '21 %', '0.4 %', '<0.1 %', '>99 %': only all of it is '100 %'."""
     percent = 100 * ratio
     if 0 < abs(percent) < 0.1:
         return "<0.1 %"
+    if 99.5 <= percent < 100:
+        return ">99 %"
     return f"{percent:.0f} %" if abs(percent) >= 1 or percent == 0 else f"{percent:.1g} %"
 
 

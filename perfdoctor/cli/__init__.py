@@ -58,7 +58,16 @@ def _execute(argv: Sequence[str]) -> Outcome:
         return Outcome(text=f"perfdoctor {VERSION}\n")
     if verb not in _VERBS:
         raise UsageError(f"no verb {verb!r}; there are {', '.join(_VERBS)} (perfdoctor --help says more)")
-    outcome: Outcome = import_module(f"perfdoctor.cli.{verb}").execute(rest)
+    try:
+        module = import_module(f"perfdoctor.cli.{verb}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("perfdoctor"):
+            raise
+        raise UsageError(
+            f"{sys.executable} lacks the package {error.name}, which {verb} needs: use scripts/perfdoctor, which sets "
+            "itself up, or pip install perfdoctor there"
+        ) from error
+    outcome: Outcome = module.execute(rest)
     return outcome
 
 
@@ -83,13 +92,22 @@ def _deliver(outcome: Outcome) -> int:
 
 
 def _show(text: str) -> None:
+    if sys.stdout is None:
+        raise UsageError("standard output is closed: nowhere to write the report; name a file with -o FILE")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`head`) has seen enough. Python would flush again at exit and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
+    except OSError as error:
+        _silence_stdout()
+        raise UsageError(f"standard output cannot be written ({error.strerror or error})") from error
+
+
+def _silence_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> None:

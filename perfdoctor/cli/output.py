@@ -69,18 +69,25 @@ def check_output(path: str) -> None:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Write the file under another name and move it into place.
+    """Write the file under another name and move it into place; a device or a pipe is written to, never replaced.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written, naming the file; nothing is left behind.
     """
-    target = Path(path)
-    partial = target.with_name(target.name + ".part")
+    content = text.encode("utf-8", "replace")  # a file name that is no UTF-8 may stand in the report
+    target = Path(os.path.realpath(path))  # a link stays a link
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+            return
+        partial = target.with_name(target.name + ".part")
+        try:
+            partial.write_bytes(content)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"the report cannot be written there ({error.strerror or error})", path) from error
 
 
 def deliver(report: Report, options: argparse.Namespace) -> Outcome:

@@ -52,6 +52,11 @@ def read_kineto(path: Path, progress: Progress | None = None) -> Capture:
     footer, truncated = _read_tail(events, blocks.tail)
     if events.repairs.skipped and not events.num_events:
         raise BrokenTraceError(f"{path}: none of its {events.repairs.skipped} events can be read. Record it again.")
+    if truncated and not events.num_events:
+        raise NotATraceError(
+            f"{path}: the list in it holds no trace event, whole or at all. "
+            "Expected what torch.profiler's export_chrome_trace writes; record or copy it again."
+        )
     header = read_header(blocks.header, footer)
     return _assemble(path, events, header, stream.damage or truncated)
 

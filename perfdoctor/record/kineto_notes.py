@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -32,10 +33,10 @@ def chain_notes(capture: Capture, events: EventColumns, num_stray: int, truncate
         yield Note(code="truncated", text=f"the file is truncated: {truncated}; every complete event was read")
     for kind, count in events.repairs.counts.items():
         code, text = _REPAIRS[kind]
-        yield Note(code=code, text=f"{count} {text}", count=count)
+        yield Note(code=code, text=_counted(count, text), count=count)
     skipped = events.num_broken + events.repairs.skipped + num_stray
     if skipped:
-        text = f"{skipped} events were skipped: no or negative duration, no start, null, or damaged past repair"
+        text = _counted(skipped, "events were skipped: no or negative duration, no start, null, or damaged past repair")
         yield Note(code="skipped-events", text=text, count=skipped)
     yield from _missing(capture)
     other = sum(count for cat, count in events.ignored.items() if _is_accelerator(cat))
@@ -47,6 +48,14 @@ def chain_notes(capture: Capture, events: EventColumns, num_stray: int, truncate
         )
 
 
+def _counted(count: int, text: str) -> str:
+    """'3 events had ...', '1 event had ...'."""
+    if count == 1:
+        noun, _, rest = text.partition(" ")
+        return f"1 {noun.removesuffix('s')} {re.sub('^were ', 'was ', rest)}"
+    return f"{count} {text}"
+
+
 def _is_accelerator(cat: str) -> bool:
     return cat not in _HARMLESS and cat.startswith(("mtia", "xpu", "hpu", "privateuse1", "tpu", "npu", "glow"))
 
@@ -55,7 +64,7 @@ def _missing(capture: Capture) -> Iterator[Note]:
     if not len(capture.work):
         yield Note(code="no-device-rows", text="no kernels or copies were recorded: device time cannot be judged")
     if not len(capture.steps):
-        yield Note(code="no-steps", text="no steps are marked (ProfilerStep#N): the whole recording is one window")
+        yield Note(code="no-steps", text="no steps are marked (ProfilerStep#N)")
     lost = launches_without_work(capture.calls, capture)
     if lost:
         text = (
@@ -64,7 +73,10 @@ def _missing(capture: Capture) -> Iterator[Note]:
         yield Note(code="missing-kernels", text=text, count=lost)
     orphans = int((~np.isin(capture.work.correlation, capture.calls.correlation)).sum())
     if orphans and len(capture.calls):
-        text = f"{orphans} kernels and copies were launched before the recording began: their launch was not recorded"
+        text = (
+            f"{orphans} of {len(capture.work)} kernels and copies came without the call that launched them "
+            "(most often: launched before the recording began)"
+        )
         yield Note(code="missing-launches", text=text, count=orphans)
 
 

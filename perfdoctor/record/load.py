@@ -47,6 +47,8 @@ def load_capture(path: str | os.PathLike[str], progress: Progress | None = None)
 def _load(file: Path, progress: Progress | None) -> Capture:
     if file.is_dir():
         raise NotATraceError(f"{file}: a folder. Name the trace files in it. {_EXPECTED}")
+    if file.exists() and not file.is_file():
+        raise NotATraceError(f"{file}: a pipe or a device, which cannot be read twice. Write it to a file first.")
     with file.open("rb") as opened:
         head = opened.read(4096)
     if not head:

@@ -37,6 +37,7 @@ Table = dict[str, Ints]
 T = TypeVar("T", bound=Columns)
 
 _PROCESS = ~0xFFFFFF  # of a globalTid: hardware, virtual machine and process, without the thread
+_LATEST_NS = 1 << 61  # 73 years: times count from the session's start, or from 1970
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _TRACED = ("RUNTIME", "KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "SYNCHRONIZATION")
 # CUPTI's sync types: unknown, event, stream waits for event, stream, context.
@@ -82,7 +83,7 @@ def _check_schema(path: Path, tables: SqliteTables) -> None:
 def _read(path: Path, tables: SqliteTables) -> Capture:
     strings = NsysStrings(tables)
     calls = _read_calls(tables, strings)
-    work = _read_work(tables, strings)
+    work, num_endless = _without_endless(_read_work(tables, strings))
     syncs = _read_syncs(tables)
     _separate_processes(calls, work, syncs)
     make_unique(calls, work, syncs)
@@ -105,7 +106,7 @@ def _read(path: Path, tables: SqliteTables) -> Capture:
         environment=_environment(tables, work["device"]),
         path=str(path),
     )
-    return replace(capture, notes=notes_of(capture, tables, int(unfinished.sum())))
+    return replace(capture, notes=notes_of(capture, tables, int(unfinished.sum()), num_endless))
 
 
 def _table(cls: type[T], columns: Table) -> T:
@@ -138,6 +139,12 @@ def _read_work(tables: SqliteTables, strings: NsysStrings) -> Table:
     return {column: np.concatenate([part[column] for part in parts]) for column in kernels}
 
 
+def _without_endless(work: Table) -> tuple[Table, int]:
+    """Device rows whose end is after their start, and how many are not: NULL, or cut by the end of the session."""
+    whole = (work["start_ns"] >= 0) & (work["end_ns"] >= work["start_ns"]) & (work["end_ns"] < _LATEST_NS)
+    return {column: values[whole] for column, values in work.items()}, int((~whole).sum())
+
+
 def _rows(tables: SqliteTables, table: str, kind: WorkKind, extra: tuple[str, ...] = ()) -> Table:
     raw = tables.integers(
         _CUPTI + table, ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", *extra)
@@ -145,7 +152,7 @@ def _rows(tables: SqliteTables, table: str, kind: WorkKind, extra: tuple[str, ..
     blank = np.full(len(raw["start"]), -1, np.int64)
     return {
         "start_ns": raw["start"],
-        "end_ns": np.maximum(raw["end"], raw["start"]),
+        "end_ns": raw["end"],
         "device": raw["deviceId"],
         "stream": raw["streamId"],
         "kind": np.full(len(blank), int(kind), np.int64),

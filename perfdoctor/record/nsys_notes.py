@@ -12,9 +12,9 @@ from perfdoctor.record.sqlite_tables import SqliteTables
 _PROCESS = ~0xFFFFFF
 
 
-def notes_of(capture: Capture, tables: SqliteTables, num_unclosed: int) -> tuple[Note, ...]:
+def notes_of(capture: Capture, tables: SqliteTables, num_unclosed: int, num_endless: int) -> tuple[Note, ...]:
     """The notes of a capture that is otherwise complete."""
-    return tuple(_notes(capture, tables, num_unclosed))
+    return (*_notes(capture, tables, num_unclosed), *_endless(num_endless))
 
 
 def _notes(capture: Capture, tables: SqliteTables, num_unclosed: int) -> Iterator[Note]:
@@ -38,13 +38,20 @@ def _notes(capture: Capture, tables: SqliteTables, num_unclosed: int) -> Iterato
     if not tables.count("NVTX_EVENTS"):
         yield Note(code="no-nvtx", text="no NVTX ranges were recorded: record with -t cuda,nvtx and mark the steps")
     elif not len(capture.steps):
-        yield Note(code="no-steps", text="no NVTX range marks a step (as 'step 12' does): the recording is one window")
+        yield Note(code="no-steps", text="no NVTX range marks a step (as 'step 12' does)")
     if num_unclosed:
         yield Note(code="unclosed-ranges", text=f"{num_unclosed} NVTX ranges were never closed", count=num_unclosed)
     processes = np.unique(capture.calls.thread & _PROCESS)
     if len(processes) > 1:
         text = f"calls of {len(processes)} processes are in this recording; steps are those of one of them"
         yield Note(code="several-processes", text=text, count=len(processes))
+
+
+def _endless(number: int) -> Iterator[Note]:
+    if number:
+        rows = "kernel or copy has" if number == 1 else "kernels or copies have"
+        text = f"{number} {rows} no end: left out, so what looks idle there may not be"
+        yield Note(code="skipped-events", text=text, count=number)
 
 
 def holds_environment(tables: SqliteTables) -> bool:

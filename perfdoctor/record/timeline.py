@@ -40,6 +40,7 @@ class StepSpans:
     origin: str
     micro_batches: float  # a step; 0 where unknown
     samples: float  # a step; -1 where unknown
+    num_runs: int = 1  # runs of steps in the recording (cycles of a profiler); these steps are the longest of them
 
     @property
     def known(self) -> bool:
@@ -127,6 +128,8 @@ class Timeline:
         if not len(self.calls):
             return self.work.start_ns
         linked = self.call_of_work >= 0
+        if not linked.any():  # the file links nothing: that says nothing about when work was launched
+            return self.work.start_ns
         launched = np.where(linked, self.calls.start_ns[np.maximum(self.call_of_work, 0)], self.work.start_ns)
         for stream in np.unique(self.work.stream[~linked]):
             on_stream = self.work.stream == stream
@@ -179,8 +182,12 @@ class Timeline:
         if not len(rows):
             return None
         rows = rows[np.argsort(steps.start_ns[rows], kind="stable")]
+        run, num_runs = _longest_run(steps.start_ns[rows], steps.end_ns[rows], steps.index[rows])
+        after_break, rows = run.start > 0, rows[run]
         starts, ends = steps.start_ns[rows], steps.end_ns[rows]
         windows = self._device_windows(starts, ends)
+        if after_break:  # what ran before belongs to another run: the pause between is no idle time of a step
+            windows[0][0] = min(max(int(windows[0][0]), int(starts[0])), int(windows[1][0]))
         micro = steps.micro_batches[rows]
         samples = steps.samples[rows]
         return StepSpans(
@@ -192,6 +199,7 @@ class Timeline:
             origin="marks",
             micro_batches=float(micro[micro > 0].mean()) if (micro > 0).any() else 0.0,
             samples=float(samples[samples >= 0].mean()) if (samples >= 0).any() else -1.0,
+            num_runs=num_runs,
         )
 
     def _device_windows(self, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
@@ -214,7 +222,7 @@ class Timeline:
         one = {name: np.array([value], np.int64) for name, value in
                (("host_start_ns", start), ("host_end_ns", end), ("window_start_ns", window[0]),
                 ("window_end_ns", window[1]), ("index", -1))}  # fmt: skip
-        return StepSpans(origin="window", micro_batches=0.0, samples=-1.0, **one)
+        return StepSpans(origin="window", micro_batches=0.0, samples=-1.0, **one)  # type: ignore[arg-type]
 
     @cached_property
     def repetition(self) -> Ints:
@@ -229,6 +237,23 @@ class Timeline:
         """Indices into `work` of what was launched inside the recording, in the order of its launch."""
         linked = np.flatnonzero(self.call_of_work >= 0)
         return linked[np.lexsort((self.work.start_ns[linked], self.launch_ns[linked]))]
+
+
+def _longest_run(starts: Ints, ends: Ints, index: Ints) -> tuple[slice, int]:
+    """The longest run of steps that follow each other (the first of equals), and how many runs there are.
+
+    A profiler that records again later leaves a pause of many steps between its cycles, and so does a lost mark: the
+    loop ran on, unrecorded. A pause breaks the run when it is longer than three steps, or than half a step where the
+    steps' own count jumps.
+    """
+    pause = starts[1:] - ends[:-1]
+    usual = float(np.median(np.diff(starts))) if len(starts) > 1 else 0.0
+    counted = np.diff(index)
+    jumps = counted != np.median(counted) if len(counted) else counted.astype(bool)
+    breaks = np.flatnonzero((pause > 3 * usual) | (jumps & (pause > usual / 2))) + 1
+    bounds = np.concatenate(([0], breaks, [len(starts)]))
+    longest = int(np.argmax(np.diff(bounds)))
+    return slice(int(bounds[longest]), int(bounds[longest + 1])), len(bounds) - 1
 
 
 def step_index(starts: Ints, times: Ints) -> NDArray[np.int64]:

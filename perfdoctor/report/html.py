@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from perfdoctor.diagnose.finding import Accounting, Diagnosis, Finding, RankRow, Severity
+from perfdoctor.diagnose.finding import Accounting, Diagnosis, Finding, RankRow, Severity, StepTime
 from perfdoctor.report import phrases
 from perfdoctor.report.shares import Share, shares
 from perfdoctor.report.style import BUSY_COLOURS, CSS, IDLE_COLOURS, UNEXPLAINED_COLOUR
@@ -19,7 +19,7 @@ def render_html(diagnosis: Diagnosis, *, root: str = "", fragment: bool = False)
     body = "".join(
         (
             _head(diagnosis),
-            _picture(diagnosis.accounting),
+            _picture(diagnosis.accounting, diagnosis.step),
             _findings(diagnosis, root),
             _leave_alone(diagnosis, root),
             _ranks(diagnosis.ranks),
@@ -42,7 +42,13 @@ def _head(diagnosis: Diagnosis) -> str:
     source = diagnosis.source + (f" on {environment}" if environment else "")
     figures = []
     if diagnosis.step is not None:
-        figures.append((format_ms(diagnosis.step.median_ns), "a step", phrases.step_line(diagnosis.step)))
+        figures.append(
+            (
+                format_ms(diagnosis.step.median_ns),
+                "the recording" if phrases.is_window(diagnosis.step) else "a step",
+                phrases.step_line(diagnosis.step),
+            )
+        )
     ratio = phrases.busy_ratio(diagnosis)
     if ratio is not None:
         figures.append((format_share(ratio), "GPU busy", phrases.BUSY_CAVEAT))
@@ -62,11 +68,11 @@ def _head(diagnosis: Diagnosis) -> str:
     )
 
 
-def _picture(accounting: Accounting | None) -> str:
+def _picture(accounting: Accounting | None, step: StepTime | None) -> str:
     if accounting is None or accounting.window_ns <= 0:
         return ""
     rows = _coloured(shares(accounting))
-    title = f"Where a step goes: {format_ms(accounting.window_ns)} on the GPU's timeline, mean"
+    title = phrases.where_title(accounting, step)
     return f"<h2>{escape(title)}</h2>{_bar(rows, accounting.window_ns)}{_legend(rows, accounting.window_ns)}"
 
 
@@ -116,12 +122,12 @@ def _findings(diagnosis: Diagnosis, root: str) -> str:
 
 
 def _card(number: int, finding: Finding, diagnosis: Diagnosis, root: str) -> str:
-    often = phrases.how_often(finding)
+    often = phrases.how_often(finding, diagnosis.step)
     title = phrases.what(finding) + (f" ({often})" if often else "")
     text = finding.site.text.strip() if finding.site is not None else ""
     rows = (
         ("comes back", phrases.cost(finding, diagnosis.step)),
-        ("in the step", phrases.waits(finding)),
+        ("in all" if phrases.is_window(diagnosis.step) else "in the step", phrases.waits(finding)),
         (phrases.afterwards_label(finding), finding.afterwards),
         ("do", finding.advice.text if finding.advice is not None else ""),
     )

@@ -6,7 +6,8 @@ what was not measured is null, never 0. The keys at the top:
     schema_version  1. It rises when a key changes its meaning or goes away; new keys may appear without.
     perfdoctor      the version that wrote the report
     source          what was read or recorded
-    verdict         sentence, binding, step (median_ms, low_ms, high_ms, num_steps, basis), steps_per_s, samples_per_s,
+    verdict         sentence, binding, step (median_ms, low_ms, high_ms, num_steps, basis; num_steps is 0 where no steps
+                    are known and the whole recording stands for one), steps_per_s, samples_per_s,
                     gpu_busy_ratio, micro_batches
     findings        by what would come back, errors first. Each: code, severity (error, cost, minor, info), title, kind,
                     site (file, line, function, owner, text, exact, library, caller) or null, count,

@@ -5,7 +5,9 @@ Everything here is pure: a Diagnosis or a part of it in, words out.
 
 from __future__ import annotations
 
-from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, StepTime
+import re
+
+from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, Severity, StepTime
 from perfdoctor.record.capture import Environment, Frame, Note, Overhead
 from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
 from perfdoctor.units import (
@@ -21,7 +23,13 @@ from perfdoctor.units import (
 )
 
 BUSY_CAVEAT = "busy is not efficient: it only says that something ran"
-LEAVE_ALONE = "Leave alone: each would give back under 1 % of the step"
+LEAVE_ALONE = "Leave alone: each would give back under 1 % of the time"
+
+_COUNTED_IN_TITLE = ("launch-bound", "small-kernels", "fusion")
+# Checks without which nothing can be said about what comes back.
+UNPRICED = ("what would come back", "milliseconds on the device", "how busy the GPU was")
+_SAME_STEP = 0.03  # a recorded step this close to the step above it is the same for a reader
+_PLURAL = re.compile(r"\b(step|turn)s\b")
 
 _BINDINGS = {
     Binding.HOST_LAUNCHING: "The host sets the pace: it cannot launch work as fast as the GPU finishes it",
@@ -58,13 +66,16 @@ def step_ratio(finding: Finding, step: StepTime | None) -> float | None:
 
 def headline(diagnosis: Diagnosis) -> str:
     """What binds the loop, in one sentence."""
+    if any(row.check == UNPRICED[2] for row in diagnosis.skipped):
+        return "Kernels are missing from the recording: how busy the GPU was cannot be told."
     if diagnosis.accounting is None and diagnosis.findings:
         return "No GPU was recorded: the report says where the loop waits, not how much each place costs."
     sentence = _BINDINGS[diagnosis.binding]
     ratio = busy_ratio(diagnosis)
     if ratio is None:
         return sentence + "."
-    return f"{sentence}. The GPU idles {format_share(1 - ratio)} of each step."
+    whole = "the recording" if is_window(diagnosis.step) else "each step"
+    return f"{sentence}. The GPU idles {format_share(1 - ratio)} of {whole}."
 
 
 def promise(diagnosis: Diagnosis) -> str:
@@ -74,17 +85,55 @@ def promise(diagnosis: Diagnosis) -> str:
         if ratio is None or finding.headroom is None or diagnosis.step is None:
             continue
         saved = format_part(finding.headroom.mid_ns, diagnosis.step.median_ns)
+        if is_window(diagnosis.step):
+            return f"{finding.code} alone would give back {saved} of the whole recording, which marks no steps."
         return f"{finding.code} alone would give back {saved} a step: {format_of_day(ratio)}."
     if diagnosis.findings:
         return "" if diagnosis.accounting is None else "What each finding costs could not be measured."
     if diagnosis.step is None:
         return "No step could be timed, so nothing here says that the loop is healthy."
+    if {row.check for row in diagnosis.skipped} & set(UNPRICED):
+        return "Nothing was found, but what would come back could not be judged: that does not say the loop is healthy."
     return "Nothing was found that would give back 1 % of the step or more."
+
+
+def is_window(step: StepTime | None) -> bool:
+    """Whether the whole recording stands for the step that it does not mark: no figure of it is one of a step."""
+    return step is not None and step.num_steps == 0
+
+
+def time_label(diagnosis: Diagnosis) -> str:
+    """What the time beside it is the time of."""
+    return "recording" if is_window(diagnosis.step) else "step"
+
+
+def where_title(accounting: Accounting, step: StepTime | None) -> str:
+    """The title over the parts of the window: whose time they are, and how that differs from the step above them."""
+    window = f"{format_ms(accounting.window_ns)} on the GPU's timeline"
+    if step is None or is_window(step):
+        return f"Where the recording goes: {window}"
+    differs = abs(accounting.window_ns / step.median_ns - 1) > _SAME_STEP if step.median_ns else False
+    median = format_ms(step.median_ns)
+    if "bare" not in step.basis:
+        note = f", slowed by the recorder (median step {median})" if differs else ", slowed by the recorder"
+        return f"Where a recorded step goes: {window}, mean{note}"
+    if differs:
+        return f"Where a recorded step goes: {window}, mean; recording changed it, the bare step takes {median}"
+    return f"Where a step goes: {window}, mean"
 
 
 def step_line(step: StepTime) -> str:
     """'25.2 ms (24.9 to 25.8 ms, 10 bare steps by CUDA events)'."""
+    if is_window(step):
+        return f"{format_ms(step.median_ns)} ({step.basis})"
+    if step.num_steps == 1:
+        # "steps" and "turns" stand first in every basis: one of them is singular.
+        return f"{format_ms(step.median_ns)} (1 {_singular(step.basis)})"
     return f"{format_ms(step.median_ns)} ({format_spread(step.low_ns, step.high_ns)}, {step.num_steps} {step.basis})"
+
+
+def _singular(basis: str) -> str:
+    return _PLURAL.sub(r"\1", basis, count=1)
 
 
 def rates(diagnosis: Diagnosis) -> str:
@@ -102,6 +151,8 @@ def cost(finding: Finding, step: StepTime | None) -> str:
     ratio = step_ratio(finding, step)
     if ratio is None or step is None:
         return f"{format_ms(room.mid_ns)} a step ({spread})"
+    if is_window(step):
+        return f"{format_part(room.mid_ns, step.median_ns)} in all ({spread}), {format_share(ratio)}"
     return f"{format_part(room.mid_ns, step.median_ns)} a step ({spread}), {share_of_run(ratio)}"
 
 
@@ -132,10 +183,12 @@ def afterwards_label(finding: Finding) -> str:
     return "afterwards" if finding.code in (HOST_SYNC, PAGEABLE_COPY, BLOCKING_COPY) else "in detail"
 
 
-def how_often(finding: Finding) -> str:
-    """'4 a step, 1 a micro-batch'; '' where it was not counted."""
-    if not finding.count:
+def how_often(finding: Finding, step: StepTime | None = None) -> str:
+    """'4 a step, 1 a micro-batch'; '4 in all' where no steps are known; '' where it was not counted."""
+    if not finding.count or finding.code in _COUNTED_IN_TITLE:
         return ""
+    if is_window(step):
+        return f"{format_count(finding.count)} in all"
     text = f"{format_count(finding.count)} a step"
     if finding.count_per_micro_batch is not None:
         text += f", {format_count(finding.count_per_micro_batch)} a micro-batch"

@@ -56,7 +56,7 @@ def _head(diagnosis: Diagnosis, width: int) -> list[Line]:
 def _figures(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     rows = []
     if diagnosis.step is not None:
-        rows.append(("step", phrases.step_line(diagnosis.step)))
+        rows.append((phrases.time_label(diagnosis), phrases.step_line(diagnosis.step)))
     if rates := phrases.rates(diagnosis):
         rows.append(("throughput", rates))
     ratio = phrases.busy_ratio(diagnosis)
@@ -72,14 +72,14 @@ def _figures(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _prominent(number: int, finding: Finding, diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
     rows = _site_lines(number, finding, width, root)
-    often = phrases.how_often(finding)
+    often = phrases.how_often(finding, diagnosis.step)
     title = phrases.what(finding) + (f" ({often})" if often else "")
     style = "error" if finding.severity is Severity.ERROR else ""
     rows += _row("", title, width, style)
     rows += _row("", phrases.led_there(finding, root), width, "faint")
     if finding.withheld not in _shared_reasons(diagnosis):
         rows += _row("comes back", phrases.cost(finding, diagnosis.step), width, "cost")
-    rows += _row("in the step", phrases.waits(finding), width)
+    rows += _row("in all" if phrases.is_window(diagnosis.step) else "in the step", phrases.waits(finding), width)
     rows += _row(phrases.afterwards_label(finding), finding.afterwards, width)
     if finding.advice is not None:
         rows += _row("do", finding.advice.text, width)
@@ -113,7 +113,11 @@ def _others(diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
     rows: list[Line] = []
     for number, finding in enumerate(diagnosis.findings[NUM_PROMINENT:], NUM_PROMINENT + 1):
         rows += _site_lines(number, finding, width, root)
-        parts = (phrases.what(finding), phrases.how_often(finding), phrases.short_cost(finding, diagnosis.step))
+        parts = (
+            phrases.what(finding),
+            phrases.how_often(finding, diagnosis.step),
+            phrases.short_cost(finding, diagnosis.step),
+        )
         rows += _row("", "; ".join(part for part in parts if part), width)
         if finding.advice is not None:
             rows += wrapped(finding.advice.text, width, label="   do:", indent=_INDENT + 4, style="faint")
@@ -126,7 +130,7 @@ def _leave_alone(diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
     rows: list[Line] = [((phrases.LEAVE_ALONE, "strong"),)]
     for finding in diagnosis.leave_alone:
         text = f"{phrases.where(finding, root)}  {finding.code}: {finding.title}"
-        if often := phrases.how_often(finding):
+        if often := phrases.how_often(finding, diagnosis.step):
             text += f", {often}"
         rows.append(((" " * _INDENT, ""), (cut(text, width - _INDENT), "faint")))
     return rows
@@ -136,9 +140,9 @@ def _where_it_goes(diagnosis: Diagnosis, width: int) -> list[Line]:
     accounting = diagnosis.accounting
     if accounting is None or accounting.window_ns <= 0:
         return []
-    title = f"Where a step goes: {format_ms(accounting.window_ns)} on the GPU's timeline, mean"
     rows = shares(accounting)
-    return [((title, "strong"),), *(_share_line(row, accounting.window_ns, width) for row in rows)]
+    title = wrapped(phrases.where_title(accounting, diagnosis.step), width, style="strong")
+    return [*title, *(_share_line(row, accounting.window_ns, width) for row in rows)]
 
 
 def _share_line(row: Share, window_ns: int, width: int) -> Line:

@@ -82,3 +82,22 @@ def test_reader_that_stops_early_is_no_error(trace: Path) -> None:
     command = f"{sys.executable} -m perfdoctor analyze {trace} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("target", [">&-", "> /dev/full"])
+def test_standard_output_that_takes_nothing_is_one_line(trace: Path, target: str) -> None:
+    command = f'"{sys.executable}" -m perfdoctor analyze "{trace}" {target}'
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "standard output" in done.stderr
+
+
+def test_a_python_without_the_dependencies_is_named(trace: Path) -> None:
+    command = "import sys; sys.modules['msgspec'] = None; from perfdoctor.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "analyze", str(trace)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "lacks the package msgspec" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -55,12 +56,33 @@ def test_gate_names_every_finding_that_is_over() -> None:
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    target = tmp_path / "report.txt"
-    write_whole(str(target), "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(str(target), "half of it \ud800")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
-    assert target.read_text() == "old"
+    target = tmp_path / ("r" * 253)  # with ".part" behind it longer than a name may be
+    target.write_text("old")
+    with pytest.raises(OSError, match="the report cannot be written there") as caught:
+        write_whole(str(target), "new")
+    assert caught.value.filename == str(target)
+    assert [(path, path.read_text()) for path in tmp_path.iterdir()] == [(target, "old")]
+
+
+def test_a_file_name_that_is_no_utf8_can_stand_in_the_report(tmp_path: Path) -> None:
+    write_whole(str(tmp_path / "report.txt"), "trace \udcff.json")
+    assert (tmp_path / "report.txt").read_text("utf-8") == "trace ?.json"
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("real")
+    write_whole(str(tmp_path / "link"), "report")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "report"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(str(pipe), "report")
+        assert os.read(reader, 100) == b"report"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_progress_speaks_only_when_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:

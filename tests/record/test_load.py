@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ TEXT = json.dumps(document(two_steps())).encode()
 
 
 @pytest.mark.parametrize("name", ["trace.sqlite", "trace", "trace.txt", "trace.nsys-rep"])
-@pytest.mark.parametrize("content", [TEXT, b"\xef\xbb\xbf" + TEXT, b"\n \t" + TEXT, gzip.compress(TEXT)])
+@pytest.mark.parametrize("content", [TEXT, b"\xef\xbb\xbf" + TEXT, b"\n \t" + TEXT, gzip.compress(TEXT, mtime=0)])
 def test_content_counts_and_not_the_name(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
     path.write_bytes(content)
@@ -41,9 +42,9 @@ def test_saved_capture_under_any_name(tmp_path: Path) -> None:
         (b"", NotATraceError, "empty"),
         (b"step,loss\n1,0.5\n", NotATraceError, "Expected"),
         (b"\x80\x04\x95", NotATraceError, "Expected"),
-        (gzip.compress(b""), NotATraceError, "empty gzip"),
-        (gzip.compress(b"step,loss"), NotATraceError, "no JSON"),
-        (gzip.compress(b"SQLite format 3\0"), NotATraceError, "gunzip"),
+        (gzip.compress(b"", mtime=0), NotATraceError, "empty gzip"),
+        (gzip.compress(b"step,loss", mtime=0), NotATraceError, "no JSON"),
+        (gzip.compress(b"SQLite format 3\0", mtime=0), NotATraceError, "gunzip"),
         (b"\x1f\x8b" + b"\xff" * 40, BrokenTraceError, "gzip"),
         (b"{}", NotATraceError, "traceEvents"),
         (b'{"traceEvents": {}}', NotATraceError, "traceEvents"),
@@ -76,6 +77,20 @@ def test_empty_list_of_events_is_a_trace_that_holds_nothing(tmp_path: Path) -> N
         path.write_text(content)
         capture = load_capture(path)
         assert {note.code for note in capture.notes} == {"no-device-rows", "no-steps"}
+
+
+@pytest.mark.parametrize("content", ["[1, 2, 3]", '{"traceEvents": [{"ph": "X", "na', '{"traceEvents": [[[['])
+def test_a_list_without_one_event_is_no_trace(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(NotATraceError, match="no trace event"):
+        load_capture(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(NotATraceError, match="pipe"):
+        load_capture(tmp_path / "pipe.json")
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:

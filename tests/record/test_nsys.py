@@ -236,3 +236,16 @@ def test_reading_writes_nothing(export: Export, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     read_nsys(export.path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_kernels_without_an_end_are_left_out_and_counted(export: Export) -> None:
+    columns, rows = export.tables["CUPTI_ACTIVITY_KIND_KERNEL"]
+    place = columns.split(", ").index("end INT")
+    first = list(rows[0])
+    first[place] = None
+    export.tables["CUPTI_ACTIVITY_KIND_KERNEL"] = (columns, [tuple(first), *rows[1:]])
+    capture = export.read()
+    assert int((capture.work.kind == WorkKind.KERNEL).sum()) == 1  # of two
+    (note,) = capture.notes
+    assert note.code == "skipped-events"
+    assert note.text.startswith("1 kernel or copy has no end")

@@ -89,6 +89,50 @@ def test_work_launched_before_the_recording_counts_as_launched_before_its_first_
     assert late.launch_ns.tolist() == [99, 100]
 
 
+def test_a_file_that_links_nothing_says_nothing_about_launches() -> None:
+    line = timeline(
+        calls=[call(0, 5, 1), call(100, 105, 2)],
+        work=[kernel(10, 60, -1), kernel(110, 150, -1)],
+        steps=[step(0, 100), step(100, 200)],
+    )
+    assert line.launch_ns.tolist() == [10, 110]
+    assert line.steps is not None
+    assert line.steps.window_end_ns.tolist() == [60, 150]
+
+
+def numbered(start: int, number: int) -> Row:
+    return (start, start + 100, number, 0, -1, 1, 0)
+
+
+def test_steps_of_two_profiler_cycles_are_not_one_run() -> None:
+    """Steps 5, 6 and, 10 us of unrecorded loop later, 15, 16, 17: the pause is no idle time of any step."""
+    starts = (0, 100, 10_000, 10_100, 10_200)
+    line = timeline(
+        calls=[call(at + 10, at + 12, i) for i, at in enumerate(starts, 1)],
+        work=[kernel(at + 20, at + 90, i) for i, at in enumerate(starts, 1)],
+        steps=[numbered(at, n) for at, n in zip(starts, (5, 6, 15, 16, 17), strict=True)],
+    )
+    steps = line.steps
+    assert steps is not None
+    assert steps.num_runs == 2
+    assert steps.host_start_ns.tolist() == [10_000, 10_100, 10_200]
+    assert steps.window_start_ns.tolist() == [10_000, 10_090, 10_190]
+    assert steps.window_end_ns.tolist() == [10_090, 10_190, 10_290]
+
+
+def test_marks_with_work_between_them_are_one_run() -> None:
+    """Ranges of 100 every 250 (data is fetched between them), named by tens: no pause of many steps."""
+    starts = (0, 250, 500)
+    line = timeline(
+        calls=[call(at + 10, at + 12, i) for i, at in enumerate(starts, 1)],
+        work=[kernel(at + 20, at + 90, i) for i, at in enumerate(starts, 1)],
+        steps=[numbered(at, n) for at, n in zip(starts, (10, 20, 30), strict=True)],
+    )
+    assert line.steps is not None
+    assert line.steps.num_runs == 1
+    assert len(line.steps) == 3
+
+
 def test_launch_delay_is_of_linked_work_only() -> None:
     line = timeline(
         calls=[call(100, 105, 1), call(106, 110, 2)],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Severity
+from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Severity, Skipped
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.report.lines import cut, wrapped
 from perfdoctor.report.shares import shares
@@ -139,3 +139,47 @@ def test_long_source_text_is_cut_and_long_words_are_not_broken() -> None:
     assert cut("abcd", 4) == "abcd"
     path = "/very/long/" + "x" * WIDTH
     assert any(path in line[1][0] for line in wrapped(f"see {path} there", 60))
+
+
+def titled(diagnosis: Diagnosis) -> str:
+    return " ".join(render_text(diagnosis).partition("Where ")[2].partition(" busy: ")[0].split())
+
+
+def test_where_a_step_goes_says_whose_steps_they_are(diagnosis: Diagnosis) -> None:
+    """The parts are of the recorded steps: 25 ms is the bare 25.2 ms, 40 ms is not, and neither is a slowed step."""
+    assert diagnosis.accounting is not None
+    assert diagnosis.step is not None
+    assert titled(diagnosis) == "a step goes: 25.0 ms on the GPU's timeline, mean"
+    slowed = replace(
+        diagnosis, accounting=replace(diagnosis.accounting, window_ns=40_000_000, unexplained_ns=17_000_000)
+    )
+    assert titled(slowed).endswith(
+        "40.0 ms on the GPU's timeline, mean; recording changed it, the bare step takes 25.2 ms"
+    )
+    assert titled(slowed).startswith("a recorded step goes")
+    traced = replace(slowed, step=replace(diagnosis.step, basis="recorded steps, slowed by the recorder"))
+    assert titled(traced).endswith("40.0 ms on the GPU's timeline, mean, slowed by the recorder (median step 25.2 ms)")
+
+
+def test_a_recording_without_steps_is_never_called_a_step(diagnosis: Diagnosis) -> None:
+    assert diagnosis.step is not None
+    step = replace(diagnosis.step, num_steps=0, basis="the whole of it: it marks no steps")
+    page = render_text(replace(diagnosis, step=step, steps_per_s=None, samples_per_s=None))
+    own = [line for line in page.splitlines() if "steps" not in line]  # remarks and advice speak of steps in general
+    assert not re.search(r"a step|each step|of a 24 h run", "\n".join(own))
+    assert "recording       25.2 ms (the whole of it: it marks no steps)" in page
+    assert "5.4 of 25.2 ms in all (4.9 to 6.0 ms), 21 %" in page
+    assert "(4 in all)" in page
+
+
+def test_one_step_is_singular(diagnosis: Diagnosis) -> None:
+    assert diagnosis.step is not None
+    step = replace(diagnosis.step, num_steps=1, basis="recorded steps, slowed by the recorder")
+    assert "25.2 ms (1 recorded step, slowed by the recorder)" in render_text(replace(diagnosis, step=step))
+
+
+def test_nothing_found_where_nothing_could_be_priced_is_no_good_news(diagnosis: Diagnosis) -> None:
+    skipped = (Skipped(check="what would come back", why="the replay gives 30 % of the recorded step"),)
+    page = render_text(replace(diagnosis, findings=(), leave_alone=(), skipped=skipped))
+    assert "Nothing was found that would give back" not in page
+    assert "could not be judged" in page
