@@ -22,7 +22,7 @@ from torch import Tensor
 
 from perfdoctor.kernels import walker
 from perfdoctor.kernels.captured_tables import CapturedTables
-from perfdoctor.kernels.work_list import MIXED, TILE, WorkList, cut
+from perfdoctor.kernels.work_list import TILE, WorkList, cut
 
 L2, ABS_MAX = 0, 1
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
