@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from perfdoctor.errors import SessionError
@@ -39,7 +39,7 @@ def watch(*, warmup: int = 5, active: int = 10, hits: HitLog | None = None, prof
     Args:
         warmup: steps before anything is measured.
         active: steps in each phase.
-        hits: the log of an emulated device, in place of live hooks.
+        hits: the log of an emulated device, in place of live hooks. Inside `emulate_cuda()` it need not be given.
         profiled: False leaves the profiled phases out; True asks for them without CUDA as well.
     """
     return Session(Plan(warmup=warmup, active=active), hits=hits, profiled=profiled)
@@ -94,7 +94,8 @@ class Session:
         """`loader`, with the wait for each batch timed. Takes from it exactly what the loop takes from this."""
         if not self._entered:
             raise SessionError("session.batches() belongs inside `with perfdoctor.watch() as session:`")
-        self.recorder.batches.loader = loader
+        if not isinstance(loader, GeneratorType):  # held, it would outlive the loop that breaks out of it
+            self.recorder.batches.loader = loader
         return Batches(loader, self.recorder.batches.next_of)
 
     def step(self) -> None:

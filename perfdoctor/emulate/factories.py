@@ -49,6 +49,9 @@ def install(patches: Patches) -> None:
     for name in ("svdvals", "eigvalsh", "cond", "matrix_rank"):
         replace(torch.linalg, name, _host_memory)
     replace(torch._VF, "_pad_packed_sequence", _padded)
+    replace(torch._C._nn, "pad_sequence", _sequences_padded)
+    replace(torch, "where", _where)
+    patches.set(torch.Tensor, "where", _where_method)
     replace(_foreach_utils, "_group_tensors_by_device_and_dtype", _grouped)
     for name in _NEW:
         patches.set(torch.Tensor, name, _method(getattr(torch._C.TensorBase, name)))
@@ -91,9 +94,10 @@ def _from_host(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         return mark_pinned(out) if pinned else out
     kwargs["device"] = "cpu"
     host = original(data, *args[:1], **kwargs)
-    border.cross(
-        "h2d_pageable" if type(data).__module__ == "numpy" and original not in _FROM_HOST[:1] else "h2d_blocking"
-    )
+    if host.numel():
+        border.cross(
+            "h2d_pageable" if type(data).__module__ == "numpy" and original not in _FROM_HOST[:1] else "h2d_blocking"
+        )
     return adopt(host.clone() if host.untyped_storage().resizable() is False else host)
 
 
@@ -170,6 +174,38 @@ def _padded(original: Any, data: torch.Tensor, *args: Any) -> Any:
     with border.quiet():
         out, lengths = original(data, *args)
     return (carried(out) if isinstance(data, CudaTensor) else out), lengths
+
+
+def _sequences_padded(
+    original: Any, sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Any:
+    """`pad_sequence` too fills a buffer that C++ makes on the backend's device: here it is made on the sequences'."""
+    if not any(isinstance(sequence, CudaTensor) for sequence in sequences):
+        return original(sequences, batch_first, padding_value, padding_side)
+    length = max(len(sequence) for sequence in sequences)
+    out = sequences[0].new_full((len(sequences), length, *sequences[0].shape[1:]), padding_value)
+    for row, sequence in enumerate(sequences):
+        start = length - len(sequence) if padding_side == "left" else 0
+        out.select(0, row).narrow(0, start, len(sequence)).copy_(sequence)
+    return out if batch_first else out.transpose(0, 1).contiguous()
+
+
+def _where(original: Any, condition: Any, *args: Any, **kwargs: Any) -> Any:
+    """CUDA takes a host scalar tensor among device tensors, and copies it; below here it looks like a number."""
+    given = [value for value in (condition, *args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if any(isinstance(value, CudaTensor) for value in given):
+        for value in given:
+            if not isinstance(value, CudaTensor) and value.dim() == 0:
+                border.cross("h2d_blocking")
+    return original(condition, *args, **kwargs)
+
+
+_tensor_where = torch.Tensor.where
+
+
+@functools.wraps(_tensor_where)
+def _where_method(self: torch.Tensor, condition: Any, other: Any) -> Any:
+    return _where(torch._C.TensorBase.where, self, condition, other)
 
 
 def _without_host_checks(original: Any, *args: Any, **kwargs: Any) -> Any:

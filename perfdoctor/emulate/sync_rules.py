@@ -56,7 +56,7 @@ def _index_kind(indices: Any) -> str | None:
             continue
         if index.dtype in _MASK_TYPES and index.is_cuda:
             return "boolean_mask"
-        if not index.is_cuda:
+        if not index.is_cuda and index.numel():
             return "h2d_pageable" if indexes_with_tensor(sys._getframe(1)) else "h2d_blocking"
     return None
 
@@ -78,7 +78,7 @@ def _index_put(args: Any, kwargs: Any) -> str | None:
 def _copy(args: Any, kwargs: Any) -> str | None:
     target, source = args[0], args[1]
     non_blocking = bool(_argument(args, kwargs, 2, "non_blocking", False))
-    if target.is_cuda == source.is_cuda or border.in_backward(sys._getframe(1)):
+    if target.is_cuda == source.is_cuda or not has_elements(source) or border.in_backward(sys._getframe(1)):
         return None  # in C++ backwards the host side is a buffer that lives on the device there
     if target.is_cuda:
         return h2d_kind(source, non_blocking, fresh=source.dim() == 0)
@@ -88,11 +88,28 @@ def _copy(args: Any, kwargs: Any) -> str | None:
     return START_COPY if is_pinned(target) else "cpu"
 
 
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Whether a copy of `tensor` moves anything: ATen's copy returns before it comes to the stream where not."""
+    return tensor.layout is not torch.strided or tensor.numel() > 0
+
+
 def h2d_kind(source: torch.Tensor, non_blocking: bool, fresh: bool) -> str | None:
     """The kind of a copy from the host tensor `source`; `fresh` where the same expression made it."""
+    if not has_elements(source):
+        return None
     if is_pinned(source):
         return None if non_blocking else "h2d_blocking"
     return "h2d_blocking" if fresh else "h2d_pageable"
+
+
+def _fill_value(args: Any, kwargs: Any) -> str | None:
+    value = kwargs["value"] if "value" in kwargs else args[-1]
+    return "item" if value.is_cuda else None  # the kernel takes the value as a number
+
+
+def _normal(args: Any, kwargs: Any) -> str | None:
+    std = _argument(args, kwargs, 1, "std")
+    return "tensor_to_bool" if std.is_cuda and std.numel() else None  # that it is not negative
 
 
 def _isin(args: Any, kwargs: Any) -> str | None:
@@ -139,10 +156,14 @@ RULES: dict[str, Rule] = {
     **_rows("equal", _equal),
     **_rows("allclose", _always("tensor_to_bool")),
     **_rows("isin.Tensor_Tensor", _isin),
+    **_rows("masked_fill.Tensor masked_fill_.Tensor index_fill.int_Tensor index_fill_.int_Tensor", _fill_value),
+    **_rows("normal.Tensor_Tensor normal.float_Tensor", _normal),
+    **_rows("_to_sparse _to_sparse_csr", _always("nonzero")),
+    **_rows("_coalesce", _always("unique")),
     **_rows("histc", _histc),
     **_rows("_ctc_loss _ctc_loss_backward", _always("ctc_loss")),
     **_rows("_pack_padded_sequence", _pack),
-    **_rows("_linalg_check_errors _linalg_eigh _linalg_svd linalg_eig linalg_eigvals linalg_matrix_exp",
+    **_rows("_linalg_check_errors _linalg_eigh _linalg_svd linalg_pinv linalg_eig linalg_eigvals linalg_matrix_exp",
                   _always("linalg_check")),
     **_rows("embedding_renorm_ _embedding_bag_dense_backward", _always("other_sync")),
 }  # fmt: skip

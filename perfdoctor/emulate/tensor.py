@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from types import FrameType
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class CudaTensor(torch.Tensor):
             border.hint(before)
 
     def tolist(self) -> Any:
-        border.cross("tolist")
+        if self.numel():
+            border.cross("tolist")
         return plain(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -122,7 +124,8 @@ class CudaTensor(torch.Tensor):
         return twin
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        border.cross("save")
+        if not _is_shallow_copy(sys._getframe(1)):
+            border.cross("save")
         if getattr(self, "_is_param", False):
             data = self.detach()
             data.__dict__.pop("_is_param", None)
@@ -155,6 +158,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The host tensor over the memory of a device tensor, outside autograd."""
     with torch.no_grad(), _no_dispatch():
         return tensor.detach()
+
+
+def _is_shallow_copy(caller: FrameType) -> bool:
+    """`copy.copy` pickles, and shares the memory."""
+    return caller.f_globals.get("__name__") == "copy" and caller.f_code.co_name == "copy"
 
 
 def _described(tensor: CudaTensor) -> str:

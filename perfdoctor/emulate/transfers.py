@@ -16,7 +16,7 @@ from perfdoctor.emulate.arrivals import start_copy
 from perfdoctor.emulate.lazy import is_lazy, note_move
 from perfdoctor.emulate.source import makes_source
 from perfdoctor.emulate.storage_marks import is_pinned, mark_pinned
-from perfdoctor.emulate.sync_rules import h2d_kind
+from perfdoctor.emulate.sync_rules import h2d_kind, has_elements
 from perfdoctor.emulate.tensor import CUDA, CudaTensor, adopt, plain
 
 _Base = torch._C.TensorBase
@@ -51,7 +51,7 @@ def is_cuda(device: Any) -> bool:
 class _ToDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, host: torch.Tensor) -> Any:
-        return adopt(host.detach().clone(memory_format=torch.preserve_format), False)
+        return adopt(_copied(host.detach()), False)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -62,7 +62,7 @@ class _ToDevice(torch.autograd.Function):
 class _ToHost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> Any:
-        return plain(tensor).clone(memory_format=torch.preserve_format)
+        return _copied(plain(tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -82,17 +82,22 @@ def carried(host: torch.Tensor) -> Any:
     """A copy of a host tensor as a device tensor; differentiable, and nothing is recorded."""
     if host.requires_grad and torch.is_grad_enabled():
         return _ToDevice.apply(host)  # type: ignore[no-untyped-call]
-    return adopt(host.detach().clone(memory_format=torch.preserve_format), False)
+    return adopt(_copied(host.detach()), False)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # Memory formats are for strided tensors alone.
+    return tensor.clone(memory_format=torch.preserve_format) if tensor.layout is torch.strided else tensor.clone()
 
 
 def to_host(tensor: torch.Tensor, non_blocking: bool = False, kind: str = "cpu") -> Any:
     """Copy a device tensor to the host; differentiable. A non-blocking copy lands in pinned memory."""
-    if not non_blocking:
+    if not non_blocking and has_elements(tensor):
         border.cross(kind)
     if tensor.requires_grad and torch.is_grad_enabled():
         out: torch.Tensor = _ToHost.apply(tensor)  # type: ignore[no-untyped-call]
     else:
-        out = plain(tensor).clone(memory_format=torch.preserve_format)
+        out = _copied(plain(tensor))
     if non_blocking:
         mark_pinned(out)
         start_copy(out)

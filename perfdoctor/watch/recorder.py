@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from perfdoctor.record import crossings
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Costs, Note
 from perfdoctor.watch.batches import BatchWaits
@@ -25,8 +26,9 @@ from perfdoctor.watch.steps import StepDetector, now
 class Recorder:
     """Runs the phases one after the other, each edge between two steps. `stop` takes everything back, always.
 
-    `log` is that of an emulated device, which writes its hits there; without one the live hooks are used. `profiled`
-    forces the profiled phases on or off; by default they run where the loop uses CUDA.
+    `log` is that of an emulated device, which writes its hits there; without one an emulated device that is open when
+    the recorder starts is joined, and where there is none the live hooks are used. `profiled` forces the profiled
+    phases on or off; by default they run where the loop uses CUDA.
     """
 
     def __init__(self, plan: Plan, log: HitLog | None = None, profiled: bool | None = None) -> None:
@@ -46,6 +48,7 @@ class Recorder:
         self.sampler = StackSampler(self.log.sites)
         self.hooks = CallSiteHooks(self.log)
         self.emulated = log is not None
+        self._joined = False
         self._profiled = profiled
         self._collections = CollectionHook(self.log, self.pauses)
         self._settling = Settling()
@@ -66,6 +69,9 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to watch."""
+        if not self.emulated and crossings.is_emulated():
+            self.emulated = self._joined = True
+            crossings.join(self.log)
         self.steps.install()
         self.ranges.install()
         self.batches.on_request(self.steps.requested)
@@ -79,6 +85,7 @@ class Recorder:
             if not self.over and self._start is not None:
                 self._keep(Stamp(now(), None), complete=False)
         finally:
+            self._part()
             self._unhook()
             self.ranges.remove()
             self.steps.remove()
@@ -97,6 +104,11 @@ class Recorder:
             self.batches.remove,
         ):
             release()
+
+    def _part(self) -> None:
+        if self._joined:
+            crossings.leave(self.log)
+            self._joined = False
 
     def _handed(self, samples: int, waited_ns: int) -> None:
         counts = self._counts

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfdoctor.doors.session import watch
+from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import SessionError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Phase
@@ -375,6 +376,44 @@ def test_hits_of_an_emulated_device_feed_the_session():
     capture = session.capture
     assert len(log.hits) == 16
     assert [capture.text(kind) for kind in capture.hits.kind] == ["item", "item"]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_session_inside_an_emulated_device_hears_it(given):
+    with emulate_cuda() as device:
+        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        with watch(warmup=1, active=3, hits=device.log if given else None) as session:
+            for _ in session.batches(range(8)):
+                optimizer.zero_grad()
+                loss = weight.sum()
+                loss.backward()
+                optimizer.step()
+                loss.detach().item()
+        heard = len(session.recorder.log.hits)
+        weight.sum().detach().item()
+        assert len(session.recorder.log.hits) == heard + given
+    capture = session.capture
+    assert [capture.text(kind) for kind in capture.hits.kind] == ["item"] * 3
+    assert capture.sites[int(capture.hits.site[0])].text == "loss.detach().item()"
+    assert "no-gpu" not in [note.code for note in capture.notes]
+
+
+def test_a_generator_is_closed_when_the_loop_breaks_out_of_it():
+    closed = []
+
+    def stream():
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    with watch(warmup=1, active=2) as session:
+        for index in session.batches(stream()):
+            if index == 3:
+                break
+        gc.collect()
+        assert closed == [True]
 
 
 def test_profiled_phases_are_recorded_and_joined_by_time():

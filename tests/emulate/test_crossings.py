@@ -72,6 +72,19 @@ SIZES = {
     "x.repeat_interleave(torch.tensor([1, 2, 3], device='cuda'), 0)": ["h2d_blocking", "repeat_interleave"],
     "x[one:]": ["scalar_index"],
     "x[one]": ["scalar_index"],
+    "x.to_sparse()": ["nonzero"],
+    "torch.sparse_coo_tensor(i[None], x[0, :2], (4,), check_invariants=False).coalesce()": ["unique"],
+}
+NUMBERS = {  # a tensor where CUDA's kernel takes a number or checks one
+    "x.masked_fill(mask, x.sum())": ["item"],
+    "x.clone().masked_fill_(mask, x.sum())": ["item"],
+    "x.index_fill(0, i, x.sum())": ["item"],
+    "torch.normal(x, x)": ["tensor_to_bool"],
+    "torch.normal(0.0, x)": ["tensor_to_bool"],
+    "torch.distributions.Normal(x, x + 1, validate_args=False).sample()": ["library_read"],
+    "torch.where(mask, x, torch.tensor(0.0))": ["h2d_blocking"],
+    "x.where(mask, torch.tensor(0.0))": ["h2d_blocking"],
+    "torch.linalg.pinv(x)": ["linalg_check"],
 }
 COPIES = {
     "h.to('cuda')": ["h2d_pageable"],
@@ -79,6 +92,7 @@ COPIES = {
     "h.to('cuda', non_blocking=True)": ["h2d_pageable"],
     "h.to(x.device, torch.float64)": ["h2d_pageable"],
     "h.to(x)": ["h2d_pageable"],
+    "s = h.to_sparse(); s.to('cuda')": ["h2d_pageable"],
     "h.type_as(x)": ["h2d_pageable"],
     "h.type(torch.cuda.FloatTensor)": ["h2d_pageable"],
     "hp.to('cuda')": ["h2d_blocking"],
@@ -116,10 +130,17 @@ CLEAN = (
     "F.cross_entropy(x, torch.zeros(3, dtype=torch.int64, device='cuda'))", "torch.as_tensor(x)",
     "torch.nn.Linear(2, 2, device='cuda')",
     "torch.repeat_interleave(x, torch.full((3,), 2, device='cuda'), dim=0, output_size=6)", "x + torch.tensor(2.0)",
+    "x.masked_fill(mask, torch.tensor(0.0))", "x.clone().fill_(x.sum())", "torch.normal(x, 1.0)",
+    "torch.where(mask, x, x)", "torch.where(mask, 1.0, 0.0)",
+    "torch.distributions.Normal(x, x + 1, validate_args=False).rsample()",
+    # nothing to copy
+    "torch.tensor([], device='cuda')", "h[:0].to('cuda')", "x[:0].cpu(), x[:0].tolist()", "x[[]]", "h[:0].copy_(x[:0])",
+    "__import__('copy').copy(x)",
+    "torch.nn.utils.rnn.pad_sequence([x[:2], x])", "torch.nn.utils.rnn.pack_sequence([x, x[:2]])",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "expected"), [*READS.items(), *SIZES.items(), *COPIES.items()])
+@pytest.mark.parametrize(("code", "expected"), [*READS.items(), *SIZES.items(), *NUMBERS.items(), *COPIES.items()])
 def test_a_call_that_waits_is_seen_with_its_kind(code: str, expected: list[str]) -> None:
     assert kinds_of(code) == expected
 

@@ -314,11 +314,13 @@ def test_a_triton_kernel_asks_for_a_stand_in() -> None:
 
 def test_memory_of_tensors_is_given_back() -> None:
     with emulate_cuda():
-        x = torch.ones(2, device="cuda", requires_grad=True)
+        x = torch.ones(2, 3, 5, 7, device="cuda", requires_grad=True)
         (x * 2).sum().backward()
         del x
         gc.collect()
-        assert not [o for o in gc.get_objects() if type(o) is CudaTensor and o.shape == (2,) and o.requires_grad]
+        assert not [
+            o for o in gc.get_objects() if type(o) is CudaTensor and o.shape == (2, 3, 5, 7) and o.requires_grad
+        ]
 
 
 def test_torch_script_still_finds_its_builtins() -> None:

@@ -135,7 +135,17 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "NAdam": torch.optim.NAdam,
     "Adadelta": torch.optim.Adadelta,
 }
-LOOPS = (convolutions, transformer, attention, recurrent, checkpointed, assorted, moved_and_copied)
+
+
+def padded(device: str) -> list[torch.Tensor]:
+    x = torch.randn(5, 4, device=device, requires_grad=True)
+    pad = nn.utils.rnn.pad_sequence
+    seen = [pad([x[:2], x, x[:3]], padding_value=0.5), pad([x[:2], x], batch_first=True, padding_side="left")]
+    torch.stack([out.square().sum() for out in seen]).sum().backward()
+    return [*(out.detach() for out in seen), x.grad]
+
+
+LOOPS = (convolutions, transformer, attention, recurrent, checkpointed, assorted, moved_and_copied, padded)
 
 
 def assert_equal_bits(run: Callable[[str], list[torch.Tensor]]) -> None:
