@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,6 +45,8 @@ def _finding(review: Review, motif: tuple[str, ...], site: Site | None, loops: l
     tensors = int(np.median([loop.repeats for loop in loops]))
     launches = tensors * sum(name != "read" for name in motif)
     title, tip, key = describe(motif)
+    if key == "optimizer-loop":
+        site = _built_at(review, site)
     reads = ", and as many reads" if "read" in motif else ""
     finding = Finding(
         code=CODE,
@@ -61,6 +64,15 @@ def _finding(review: Review, motif: tuple[str, ...], site: Site | None, loops: l
         evidence=worst(starts, ends),
     )
     return Priced(finding=finding, edits=edits)
+
+
+def _built_at(review: Review, step: Site | None) -> Site | None:
+    """The line that built the optimizer, which is the one to change; its step is where that is called from."""
+    built = set(review.capture.optimizers)
+    if len(built) != 1:
+        return step
+    line = built.pop()
+    return replace(line, caller=step.frame if step is not None else None)
 
 
 def _multi_tensor(review: Review, loops: list[TensorLoop]) -> Edits:

@@ -163,7 +163,7 @@ RULES: dict[str, Rule] = {
     **_rows("histc", _histc),
     **_rows("_ctc_loss _ctc_loss_backward", _always("ctc_loss")),
     **_rows("_pack_padded_sequence", _pack),
-    **_rows("_linalg_check_errors _linalg_eigh _linalg_svd linalg_pinv linalg_eig linalg_eigvals linalg_matrix_exp",
-                  _always("linalg_check")),
+    **_rows("_linalg_check_errors _linalg_eigh _linalg_svd linalg_pinv linalg_lstsq", _always("linalg_check")),
+    **_rows("linalg_eig linalg_eigvals linalg_matrix_exp", _always("linalg_check")),
     **_rows("embedding_renorm_ _embedding_bag_dense_backward", _always("other_sync")),
 }  # fmt: skip

@@ -362,6 +362,7 @@ class Capture:
     samples: Samples = field(default_factory=Samples.empty)
     strings: tuple[str, ...] = ()
     sites: tuple[Site, ...] = ()
+    optimizers: tuple[Site, ...] = ()  # where the loop's optimizers were built, as far as a live session saw it
     environment: Environment = field(default_factory=Environment)
     costs: Costs = field(default_factory=Costs)
     notes: tuple[Note, ...] = ()
@@ -412,6 +413,7 @@ class Capture:
             "source": self.source,
             "strings": self.strings,
             "sites": [asdict(site) for site in self.sites],
+            "optimizers": [asdict(site) for site in self.optimizers],
             "environment": asdict(self.environment),
             "costs": asdict(self.costs),
             "notes": [asdict(note) for note in self.notes],
@@ -466,6 +468,7 @@ def _from_manifest(archive: zipfile.ZipFile, manifest: dict[str, Any], prefix: s
         source=manifest["source"],
         strings=tuple(manifest["strings"]),
         sites=tuple(_site(row) for row in manifest["sites"]),
+        optimizers=tuple(_site(row) for row in manifest.get("optimizers", ())),
         environment=Environment(**manifest["environment"]),
         costs=Costs(**manifest["costs"]),
         notes=tuple(Note(**row) for row in manifest["notes"]),

@@ -56,6 +56,7 @@ def assemble(recorder: Recorder) -> Capture:
     environment = read_environment(recorder.batches.loader, optimizers, recorder.hooks.user_mode)
     return replace(
         capture,
+        optimizers=recorder.constructions.of(optimizers),
         environment=replace(environment, pinned_h2d_bytes_per_s=recorder.pinned_bytes_per_s),
         costs=recorder.costs,
         notes=(

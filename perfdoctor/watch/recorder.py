@@ -13,6 +13,7 @@ from perfdoctor.watch.batches import BatchWaits
 from perfdoctor.watch.calibration import measure_costs, measure_pinned_copy
 from perfdoctor.watch.call_sites import CallSiteHooks
 from perfdoctor.watch.clocks import Stamp, cuda_active, stamp_now
+from perfdoctor.watch.constructions import OptimizerConstructions
 from perfdoctor.watch.garbage import CollectionHook
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Plan, Row, Stage
@@ -46,6 +47,7 @@ class Recorder:
         self.windows = {Stage.LIGHT: ProfileWindow(LIGHT), Stage.FULL: ProfileWindow(FULL)}
         self.ranges = PhaseRanges()
         self.sampler = StackSampler(self.log.sites)
+        self.constructions = OptimizerConstructions(self.log.sites)
         self.hooks = CallSiteHooks(self.log)
         self.emulated = log is not None
         self._joined = False
@@ -73,6 +75,7 @@ class Recorder:
             self.emulated = self._joined = True
             crossings.join(self.log)
         self.steps.install()
+        self.constructions.install()
         self.ranges.install()
         self.batches.on_request(self.steps.requested)
         self._collections.install()
@@ -88,6 +91,7 @@ class Recorder:
             self._part()
             self._unhook()
             self.ranges.remove()
+            self.constructions.remove()
             self.steps.remove()
             self.stage = Stage.DONE
 

@@ -85,6 +85,7 @@ NUMBERS = {  # a tensor where CUDA's kernel takes a number or checks one
     "torch.where(mask, x, torch.tensor(0.0))": ["h2d_blocking"],
     "x.where(mask, torch.tensor(0.0))": ["h2d_blocking"],
     "torch.linalg.pinv(x)": ["linalg_check"],
+    "torch.linalg.lstsq(x.reshape(2, -1), x.reshape(2, -1))": ["linalg_check"],
 }
 COPIES = {
     "h.to('cuda')": ["h2d_pageable"],
