@@ -174,9 +174,11 @@ def test_the_marker_fails_a_test_over_its_budget_and_names_the_lines(tmp_path: P
         pytest.skip("test_unmarked below is for machines without a GPU")
     (tmp_path / "test_them.py").write_text(PYTEST_FILE)
     root = Path(__file__).resolve().parents[2]
+    # By name alone: where the package is installed its entry point would register the plugin a second time.
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "perfdoctor.doors.pytest_plugin", "-q", "test_them.py"],
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}, check=False,
+        cwd=tmp_path, capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert "1 failed, 3 passed" in done.stdout, done.stdout
     assert "2 syncs, 1 allowed" in done.stdout
