@@ -16,7 +16,7 @@ from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Sev
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.report.annotations import fingerprint, relative_path, render_github, render_sarif
 
-ROOT = "/work/project"
+ROOT = "/home/me/project"
 SCHEMA = json.loads((Path(__file__).parent / "sarif-2.1.0-rtm.5.json").read_text())
 
 
