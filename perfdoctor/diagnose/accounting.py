@@ -18,8 +18,6 @@ from perfdoctor.record.intervals import Intervals
 from perfdoctor.record.kernel_names import KernelClass, kernel_class
 from perfdoctor.record.timeline import Timeline
 
-_COMPUTE_CLASSES = (KernelClass.MATRIX,)
-
 
 @dataclass(slots=True)
 class IdleClaims:
@@ -64,7 +62,10 @@ def account(timeline: Timeline, claims: IdleClaims) -> Accounting | None:
     bandwidth = intervals.subtract(by_class[KernelClass.OTHER], matrix)
     communication = intervals.subtract(by_class[KernelClass.COMMUNICATION], compute)
     copies = intervals.subtract(by_class["copy"], intervals.merge(compute, by_class[KernelClass.COMMUNICATION]))
-    mean = _means(steps)
+
+    def mean(part: Intervals) -> int:
+        return round(intervals.total(part) / steps)
+
     delay = timeline.launch_delay_ns
     return Accounting(
         window_ns=mean(window),
@@ -77,10 +78,6 @@ def account(timeline: Timeline, claims: IdleClaims) -> Accounting | None:
         communication_ns=mean(communication),
         run_ahead_ns=int(np.median(delay)) if len(delay) else 0,
     )
-
-
-def _means(steps: int):  # type: ignore[no-untyped-def]
-    return lambda part: round(intervals.total(part) / steps)
 
 
 def _busy_by_class(timeline: Timeline, window: Intervals) -> dict[str, Intervals]:

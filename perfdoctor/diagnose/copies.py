@@ -10,7 +10,7 @@ from perfdoctor.diagnose.advice import advice_for_kind
 from perfdoctor.diagnose.attribution import SyncGroup
 from perfdoctor.diagnose.finding import Finding
 from perfdoctor.diagnose.hit_counts import hit_counts
-from perfdoctor.diagnose.host_sync import _from_hits, code_of, idle_after, what_followed, worst
+from perfdoctor.diagnose.host_sync import code_of, finding_from_hits, idle_after, what_followed, worst
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
@@ -32,12 +32,12 @@ def check_copies(review: Review) -> Iterator[Priced]:
         if code_of(group.kind) in (PAGEABLE_COPY, BLOCKING_COPY):
             count = counted.pop((group.kind, group.place), None) if group.place else None
             if count is not None and not count.regular:
-                yield _from_hits(review, count)
+                yield finding_from_hits(review, count)
             else:
                 yield _copy_finding(review, group)
     for count in counted.values():
         if code_of(count.kind) in (PAGEABLE_COPY, BLOCKING_COPY):
-            yield _from_hits(review, count)
+            yield finding_from_hits(review, count)
 
 
 _SPEED_BYTES = 65_536

@@ -15,6 +15,7 @@ from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.diagnose.tensor_loop import TensorLoop, find_tensor_loops
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Site
+from perfdoctor.record.timeline import SYNCS
 from perfdoctor.units import format_count
 
 CODE = "gradient-loop"
@@ -106,8 +107,6 @@ def _waits_after(review: Review, loop: TensorLoop) -> list[int]:
     calls = review.timeline.calls
     after = loop.last_call + 1
     if loop.reads and after < len(calls) and calls.thread[after] == calls.thread[loop.last_call]:
-        from perfdoctor.record.timeline import SYNCS
-
         return [after] if calls.kind[after] in SYNCS else []
     return []
 

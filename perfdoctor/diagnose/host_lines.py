@@ -35,10 +35,12 @@ class HostLines:
 
     @cached_property
     def loops(self) -> tuple[TensorLoop, ...]:
-        return find_tensor_loops(self.timeline) if self.known else ()
+        return find_tensor_loops(self.timeline)
 
     def of_loop(self, motif: tuple[str, ...]) -> Site | None:
         """The line of the loops over tensors with this motif."""
+        if not self.known:
+            return None
         calls = self.timeline.calls
         same = [loop for loop in self.loops if loop.motif == motif]
         starts = np.array([calls.start_ns[loop.first_call] for loop in same], np.int64)

@@ -35,7 +35,7 @@ def check_host_sync(review: Review) -> Iterator[Priced]:
             yield from _from_recording(review, group, count)
     for count in counted.values():
         if code_of(count.kind) == HOST_SYNC and count.kind != "anomaly_check":
-            yield _from_hits(review, count)
+            yield finding_from_hits(review, count)
 
 
 def check_unsynchronised_read(review: Review) -> Iterator[Priced]:
@@ -77,7 +77,7 @@ def _from_recording(review: Review, group: SyncGroup, count: HitCount | None) ->
     calls = review.timeline.calls
     held = np.array(group.calls, np.int64)
     if count is not None and not count.regular:
-        yield _from_hits(review, count)
+        yield finding_from_hits(review, count)
         return
     edits = Edits(unblocked=frozenset(group.calls))
     headroom = review.headroom(edits)
@@ -102,7 +102,7 @@ def _from_recording(review: Review, group: SyncGroup, count: HitCount | None) ->
     yield Priced(finding=finding, edits=edits)
 
 
-def _from_hits(review: Review, count: HitCount) -> Priced:
+def finding_from_hits(review: Review, count: HitCount) -> Priced:
     rare = not count.regular
     finding = Finding(
         code=code_of(count.kind),

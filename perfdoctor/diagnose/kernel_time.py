@@ -12,6 +12,7 @@ from perfdoctor.diagnose.advice import advice
 from perfdoctor.diagnose.finding import Finding
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.runs import runs_of
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Ints, WorkKind
 from perfdoctor.record.kernel_names import KernelClass, kernel_class, without_tensor_cores
@@ -65,15 +66,10 @@ def check_fusion(review: Review) -> Iterator[Priced]:
     if not chains:
         return
     lengths = timeline.work.end_ns - timeline.work.start_ns
-    scale: dict[int, float] = {}
-    merged: set[int] = set()
-    for chain in chains:
-        # One pass over the memory of the largest of them; the others' reads and writes stay in registers.
-        kept = int(chain[np.argmax(lengths[chain])])
-        calls = timeline.call_of_work[chain]
-        merged.update(int(call) for row, call in zip(chain.tolist(), calls.tolist(), strict=True) if row != kept)
-    merged -= {int(timeline.call_of_work[chain[np.argmax(lengths[chain])]]) for chain in chains}
-    edits = Edits(dropped=frozenset(merged), work_scale=scale)
+    # One pass over the memory of the longest of each chain; the others' reads and writes stay in registers.
+    kept = {int(timeline.call_of_work[chain[np.argmax(lengths[chain])]]) for chain in chains}
+    merged = {int(call) for chain in chains for call in timeline.call_of_work[chain]} - kept
+    edits = Edits(dropped=frozenset(merged))
     only_device = Edits(work_scale=dict.fromkeys(merged, 0.0))
     headroom = review.headroom(edits, low=only_device)
     spent = sum(int(lengths[chain].sum()) for chain in chains) / review.num_steps
@@ -104,16 +100,8 @@ def _chains(review: Review) -> list[Ints]:
     order = timeline.launch_order
     order = order[np.isin(order, _in_steps(review, order))]
     fusible = np.array(classes, bool)[timeline.work.name[order]] & (timeline.work.kind[order] == WorkKind.KERNEL)
-    chains, start = [], -1
-    for place, good in enumerate([*fusible.tolist(), False]):
-        if good and start < 0:
-            start = place
-        elif not good and start >= 0:
-            # Beyond some length it is a loop over tensors, which has its own check.
-            if _MIN_CHAIN <= place - start <= 4 * _MIN_CHAIN:
-                chains.append(order[start:place])
-            start = -1
-    return chains
+    # Beyond some length it is a loop over tensors, which has its own check.
+    return [order[a:b] for a, b in runs_of(fusible, shortest=_MIN_CHAIN) if b - a <= 4 * _MIN_CHAIN]
 
 
 def check_communication(review: Review) -> Iterator[Priced]:

@@ -13,6 +13,7 @@ from perfdoctor.diagnose.finding import Finding
 from perfdoctor.diagnose.host_time import LAUNCH_PATH_NS
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.runs import runs_of
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Ints, WorkKind
 from perfdoctor.units import format_duration, format_share
@@ -129,11 +130,6 @@ def _small_runs(review: Review) -> Ints:
         rows = np.flatnonzero((work.stream == stream) & linked)
         small: NDArray[np.bool_] = (work.end_ns - work.start_ns)[rows] < SMALL_NS
         small &= work.kind[rows] == WorkKind.KERNEL
-        chosen.extend(rows[a:b] for a, b in _runs(small) if b - a >= MIN_RUN)
+        chosen.extend(rows[a:b] for a, b in runs_of(small, shortest=MIN_RUN))
     found: Ints = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
     return found
-
-
-def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

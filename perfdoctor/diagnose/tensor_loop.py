@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from perfdoctor.diagnose.runs import runs_of
 from perfdoctor.record.capture import CopyKind, Ints, WorkKind
 from perfdoctor.record.kernel_names import KernelClass, kernel_class, kernel_family
 from perfdoctor.record.timeline import Timeline, step_index
@@ -103,9 +104,7 @@ def _periodic_runs(symbols: Ints, allowed: NDArray[np.bool_], steps: Ints) -> li
             break
         same[:-motif] = (symbols[:-motif] == symbols[motif:]) & (steps[:-motif] == steps[motif:])
         same[:-motif] &= ~taken[:-motif] & ~taken[motif:]
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0])))).reshape(-1, 2)
-        edges = edges[(edges[:, 1] - edges[:, 0]) // motif + 1 >= MIN_REPEATS]
-        for start, stop in edges.tolist():
+        for start, stop in runs_of(same, shortest=(MIN_REPEATS - 1) * motif):
             repeats = (stop - start) // motif + 1
             if taken[start : stop + motif].any():
                 continue
