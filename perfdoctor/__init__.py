@@ -33,10 +33,14 @@ if TYPE_CHECKING:
     from perfdoctor.emulate import emulate_cuda as emulate_cuda
     from perfdoctor.errors import BrokenTraceError as BrokenTraceError
     from perfdoctor.errors import CaptureError as CaptureError
+    from perfdoctor.errors import NonFiniteError as NonFiniteError
     from perfdoctor.errors import NotATraceError as NotATraceError
     from perfdoctor.errors import PerfDoctorError as PerfDoctorError
     from perfdoctor.errors import SessionError as SessionError
+    from perfdoctor.errors import StaleBatchError as StaleBatchError
     from perfdoctor.errors import SyncBudgetExceeded as SyncBudgetExceeded
+    from perfdoctor.errors import TreatmentRefused as TreatmentRefused
+    from perfdoctor.errors import TrialRefused as TrialRefused
     from perfdoctor.errors import UnsupportedTraceError as UnsupportedTraceError
     from perfdoctor.errors import UsageError as UsageError
     from perfdoctor.kernels.grad_stats import clip_grad_norm_ as clip_grad_norm_
@@ -48,6 +52,9 @@ if TYPE_CHECKING:
     from perfdoctor.record.capture import Site as Site
     from perfdoctor.record.load import load_capture as load_capture
     from perfdoctor.report.page import Report as Report
+    from perfdoctor.treat.treatment import Loop as Loop
+    from perfdoctor.treat.treatment import Numerics as Numerics
+    from perfdoctor.treat.treatment import Treatment as Treatment
     from perfdoctor.watch.sync_guard import allow_sync as allow_sync
     from perfdoctor.watch.sync_guard import sync_guard as sync_guard
 
@@ -59,13 +66,15 @@ _HOMES = {
     "perfdoctor.doors.session": ("Session", "watch"),
     "perfdoctor.emulate": ("emulate_cuda",),
     "perfdoctor.errors": (
-        "BrokenTraceError", "CaptureError", "NotATraceError", "PerfDoctorError", "SessionError", "SyncBudgetExceeded",
-        "UnsupportedTraceError", "UsageError",
+        "BrokenTraceError", "CaptureError", "NonFiniteError", "NotATraceError", "PerfDoctorError", "SessionError",
+        "StaleBatchError", "SyncBudgetExceeded", "TreatmentRefused", "TrialRefused", "UnsupportedTraceError",
+        "UsageError",
     ),
     "perfdoctor.kernels.grad_stats": ("clip_grad_norm_", "grad_norm", "grad_stats"),
     "perfdoctor.record.capture": ("Capture", "Environment", "Frame", "Site"),
     "perfdoctor.record.load": ("load_capture",),
     "perfdoctor.report.page": ("Report",),
+    "perfdoctor.treat.treatment": ("Loop", "Numerics", "Treatment"),
     "perfdoctor.watch.sync_guard": ("allow_sync", "sync_guard"),
 }  # fmt: skip
 

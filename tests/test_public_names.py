@@ -13,8 +13,9 @@ from perfdoctor.diagnose.finding import Diagnosis
 
 NAMES = [
     "Accounting", "Advice", "Binding", "BrokenTraceError", "Capture", "CaptureError", "Diagnosis", "Environment",
-    "Finding", "Frame", "Headroom", "NotATraceError", "PerfDoctorError", "Report", "Session", "SessionError",
-    "Severity", "Site", "Skipped", "StepTime", "SyncBudgetExceeded", "UnsupportedTraceError", "UsageError",
+    "Finding", "Frame", "Headroom", "Loop", "NonFiniteError", "NotATraceError", "Numerics", "PerfDoctorError",
+    "Report", "Session", "SessionError", "Severity", "Site", "Skipped", "StaleBatchError", "StepTime",
+    "SyncBudgetExceeded", "Treatment", "TreatmentRefused", "TrialRefused", "UnsupportedTraceError", "UsageError",
     "allow_sync", "analyze", "clip_grad_norm_", "emulate_cuda", "grad_norm", "grad_stats", "load_capture",
     "sync_guard", "watch",
 ]  # fmt: skip

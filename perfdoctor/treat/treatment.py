@@ -1,0 +1,55 @@
+"""What a treatment is, and the loop that it acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A training loop, as far as a door can see it: a field is None (or empty) where it cannot.
+
+    `train_step(*batch) -> loss` runs one whole step: forward, backward, update, zero_grad. `loader` gives the batches.
+    """
+
+    device: torch.device
+    model: torch.nn.Module | None = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    loader: Iterable[Any] | None = None
+    train_step: Callable[..., Any] | None = None
+    sample_batch: tuple[Any, ...] | None = None  # what train_step takes, on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """How near the losses of the treated loop stay: `rtol` 0.0 claims bitwise equality. `why` names the reason."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    why: str = ""
+
+    @property
+    def bitwise(self) -> bool:
+        return self.rtol == 0.0 and self.atol == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """One change to a loop that can be tried and taken back.
+
+    `refuses(loop)` gives the reason why it cannot be applied here, or None. `applied(loop)` applies it for the time of
+    the `with` block and gives the loop to use inside: objects are changed in place where that can be undone, `loader`
+    and `train_step` may be others. Everything is as before on every way out.
+    """
+
+    name: str
+    cures: tuple[str, ...]  # finding codes
+    numerics: Numerics
+    refuses: Callable[[Loop], str | None] = field(repr=False)
+    applied: Callable[[Loop], AbstractContextManager[Loop]] = field(repr=False)
+    lines: tuple[str, ...] = ()  # what the user writes to keep it
