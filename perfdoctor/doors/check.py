@@ -15,7 +15,7 @@ import linecache
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,11 +105,12 @@ def check_script(
 
     def ended(stamp: int) -> None:
         ends.append(stamp)
+        heal()
         if max_steps is not None and len(ends) > max_steps:
             raise ScriptStopped
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
-    with _hooked_gpu() if on_gpu else emulate_cuda() as device, _stepping(StepDetector(now, ended)):
+    with _hooked_gpu() if on_gpu else _emulated() as (device, heal), _stepping(StepDetector(now, ended)):
         with contextlib.redirect_stdout(sys.stderr), _as_main(program, arguments):
             exit_code, _ = _execute(program)
         log, notes = device.log, device.notes
@@ -125,7 +126,14 @@ def check_script(
 
 
 @contextlib.contextmanager
-def _hooked_gpu() -> Iterator[EmulatedDevice]:
+def _emulated() -> Iterator[tuple[EmulatedDevice, Callable[[], None]]]:
+    """The emulated device, and what to call after each step: nothing."""
+    with emulate_cuda() as device:
+        yield device, lambda: None
+
+
+@contextlib.contextmanager
+def _hooked_gpu() -> Iterator[tuple[EmulatedDevice, Callable[[], None]]]:
     """The live hooks on a real device, in the same form."""
     import torch
 
@@ -139,7 +147,7 @@ def _hooked_gpu() -> Iterator[EmulatedDevice]:
     try:
         hooks.catch_warnings()
         hooks.patch_calls()
-        yield device
+        yield device, hooks.heal
     finally:
         hooks.remove()
 

@@ -71,14 +71,17 @@ class CallSiteHooks:
         self._patched = True
 
     def heal(self) -> None:
-        """Once a step: stand first again where user code replaced the filters."""
+        """Once a step: stand first again where user code replaced the filters, and watch what was imported late."""
         if self._warning:
             self._catcher.heal()
+        if self._patched:
+            self._metrics.install(self._patches)
 
     def remove(self) -> None:
         """Take everything back."""
         self._patches.undo()
         self._copies.forget()
+        self._metrics.forget()
         if self._warning:
             self._mode.leave()
             self._catcher.remove()

@@ -19,14 +19,19 @@ class LoggedMetrics:
     def __init__(self, sites: SiteTable) -> None:
         self._sites = sites
         self._logged: dict[str, int] = {}
+        self._watched: set[str] = set()
 
     def install(self, patches: Patches) -> None:
-        """Watch `LightningModule.log` where Lightning is loaded; does not load it."""
+        """Watch `LightningModule.log` where Lightning is loaded; does not load it. May be called again later."""
         for name in _MODULES:
-            module = sys.modules.get(name)
-            if module is not None:
-                kind: Any = module.LightningModule  # type: ignore[attr-defined]
+            kind: Any = getattr(sys.modules.get(name), "LightningModule", None)
+            if kind is not None and name not in self._watched:
+                self._watched.add(name)
                 patches.replace(kind, "log", self._noting(kind.log))
+
+    def forget(self) -> None:
+        """The patches were undone."""
+        self._watched.clear()
 
     def site_of(self, frame: FrameType | None) -> int | None:
         """The site that logged the metric which is being read at `frame`; None where it is not known."""

@@ -59,3 +59,19 @@ def test_a_read_is_charged_to_the_line_that_logged(tmp_path, monkeypatch):
         patches.undo()
     assert found == {9, 10}
     assert pl.LightningModule.log is before
+
+
+def test_lightning_may_be_loaded_late(monkeypatch):
+    metrics, patches, log = LoggedMetrics(SiteTable()), Patches(), pl.LightningModule.log
+    name = "pytorch_lightning.core.module"
+    with monkeypatch.context() as absent:
+        absent.delitem(sys.modules, name)
+        metrics.install(patches)
+        assert not patches
+    metrics.install(patches)
+    noting = pl.LightningModule.log
+    metrics.install(patches)
+    assert log is not noting is pl.LightningModule.log  # watched once, however often it is asked for
+    patches.undo()
+    metrics.forget()
+    assert pl.LightningModule.log is log
