@@ -52,6 +52,24 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What a step got back in a trial, in ns: the middle of the paired differences and their 95 % interval.
+
+    `significant` is False where the interval holds zero: no difference.
+    """
+
+    median_ns: int
+    low_ns: int
+    high_ns: int
+    basis: str  # 'reads answered with the value of the step before, 10 pairs of 10 steps'
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval leaves zero out."""
+        return self.low_ns > 0 or self.high_ns < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One condition at one place, with the three numbers that are never merged."""
 
@@ -71,6 +89,7 @@ class Finding:
     advice: Advice | None = None
     treatments: tuple[str, ...] = ()  # names of treatments that cure it
     evidence: tuple[tuple[int, int], ...] = ()  # worst time ranges on the recording's clock, ns
+    measured_saving: Saving | None = None  # after a trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,10 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all elements, on the first gradient's device: float32 [], or float64 [] if a gradient is float64.
 
     L2 within 1e-6 of float64 (torch's own CPU norm of 10 million float32 ones is off by 4e-4 to 8e-3). On the CPU short
-    gradients are left to torch's norm, longer ones to torch's norm of rows. That takes a few microseconds a call more
-    than torch for float32, less from 10^5 elements on; for two-byte types it is slower, because torch rounds every norm
-    to three digits there, which is what this one must not do.
+    gradients are left to torch's norm, longer ones to torch's norm of rows. On float32 that takes longer than torch's
+    own (70 us more for 10 tensors, 0.8 ms for 1000 of 1024 elements on a two-core host) and less from 10^5 elements
+    on; for two-byte types it is slower, because torch rounds every norm to three digits there, which is what this one
+    must not do.
     """
     if not gradients:
         return torch.tensor(0.0)

@@ -42,6 +42,7 @@ class Recorder:
         self.pinned_bytes_per_s: int | None = None
         self.stage = Stage.WARMUP
         self.finished: Callable[[], None] = lambda: None  # called once, at the end of the last phase
+        self.following: Callable[[Stamp], None] | None = None  # gets the ends of the steps after the last phase
         self.steps = StepDetector(stamp_now, self._ended, self._restart)
         self.batches = BatchWaits(self.pauses, self._handed)
         self.windows = {Stage.LIGHT: ProfileWindow(LIGHT), Stage.FULL: ProfileWindow(FULL)}
@@ -84,6 +85,7 @@ class Recorder:
 
     def stop(self) -> None:
         """End whatever is running and restore everything. The step that was cut short is kept as such."""
+        self.following = None
         try:
             if not self.over and self._start is not None:
                 self._keep(Stamp(now(), None), complete=False)
@@ -97,7 +99,7 @@ class Recorder:
 
     def _unhook(self) -> None:
         """All but the optimizer hooks, which idle: this runs inside one, while torch iterates over them."""
-        self.steps.idle = True
+        self.steps.idle = self.following is None
         for release in (
             self.hooks.remove,
             self._collections.remove,
@@ -131,6 +133,8 @@ class Recorder:
 
     def _ended(self, stamp: Stamp) -> None:
         if self.over:
+            if self.following is not None:
+                self.following(stamp)
             return
         self._keep(stamp, complete=True)
         self._start = stamp
