@@ -27,7 +27,8 @@ def test_norms_over_two_gpus(tmp_path: Path) -> None:
 
 def run_two_processes(folder: Path, device: str) -> None:
     root = str(Path(perfdoctor.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = str(Path(__file__).parent / "sharded_process.py")
     processes = [
         subprocess.Popen(
