@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from perfdoctor.diagnose.finding import Skipped as Skipped
     from perfdoctor.diagnose.finding import StepTime as StepTime
     from perfdoctor.doors.analysis import analyze as analyze
+    from perfdoctor.doors.session import Session as Session
     from perfdoctor.emulate import emulate_cuda as emulate_cuda
     from perfdoctor.errors import BrokenTraceError as BrokenTraceError
     from perfdoctor.errors import CaptureError as CaptureError
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from perfdoctor.treat.treatment import Loop as Loop
     from perfdoctor.treat.treatment import Numerics as Numerics
     from perfdoctor.treat.treatment import Treatment as Treatment
+    from perfdoctor.watch.annotate import annotate as annotate
+    from perfdoctor.watch.module_ranges import module_ranges as module_ranges
     from perfdoctor.watch.sync_guard import allow_sync as allow_sync
     from perfdoctor.watch.sync_guard import sync_guard as sync_guard
 
@@ -75,6 +78,8 @@ _HOMES = {
     "perfdoctor.record.load": ("load_capture",),
     "perfdoctor.report.page": ("Report",),
     "perfdoctor.treat.treatment": ("Loop", "Numerics", "Treatment"),
+    "perfdoctor.watch.annotate": ("annotate",),
+    "perfdoctor.watch.module_ranges": ("module_ranges",),
     "perfdoctor.watch.sync_guard": ("allow_sync", "sync_guard"),
 }  # fmt: skip
 

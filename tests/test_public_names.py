@@ -16,8 +16,8 @@ NAMES = [
     "Finding", "Frame", "Headroom", "Loop", "NonFiniteError", "NotATraceError", "Numerics", "PerfDoctorError",
     "Report", "Session", "SessionError", "Severity", "Site", "Skipped", "StaleBatchError", "StepTime",
     "SyncBudgetExceeded", "Treatment", "TreatmentRefused", "TrialRefused", "UnsupportedTraceError", "UsageError",
-    "allow_sync", "analyze", "clip_grad_norm_", "emulate_cuda", "grad_norm", "grad_stats", "load_capture",
-    "sync_guard", "watch",
+    "allow_sync", "analyze", "annotate", "clip_grad_norm_", "emulate_cuda", "grad_norm", "grad_stats", "load_capture",
+    "module_ranges", "sync_guard", "watch",
 ]  # fmt: skip
 
 

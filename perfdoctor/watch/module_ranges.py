@@ -1,0 +1,157 @@
+"""`module_ranges`: a range for each module of a model, forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from perfdoctor.errors import UsageError
+from perfdoctor.watch.annotate import annotate
+
+_compiling = torch.compiler.is_compiling
+
+
+def module_ranges(model: nn.Module, depth: int = 2) -> ModuleRanges:
+    """Show each module of `model` down to `depth` (1: its children) as a range, until `remove()` or the block's end.
+
+        with perfdoctor.module_ranges(model, depth=2):
+            train(model)
+
+    Ranges are named `blocks.0.mlp` and `blocks.0.mlp backward`. The backward range of a call begins when the gradient
+    of its first output node is asked for and ends when those of its inputs are known; where no input needs a gradient
+    it ends with the whole backward pass. Hooks on autograd's nodes and tensors only look: numerics and views stay as
+    they are. Modules inside a graph of torch.compile have no ranges; scripted modules are left out.
+
+    Raises:
+        UsageError: `model` is no nn.Module, or `depth` is under 1.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"module_ranges() needs an nn.Module, got {type(model).__name__}")
+    if not isinstance(depth, int) or depth < 1:
+        raise UsageError(f"module_ranges(depth=...) must be 1 or more, got {depth!r}")
+    return ModuleRanges(model, depth)
+
+
+class ModuleRanges:
+    """The hooks of one `module_ranges` call; `remove()` takes them away, also at the end of a `with` block."""
+
+    def __init__(self, model: nn.Module, depth: int) -> None:
+        self._open: dict[tuple[int, str], list[annotate]] = {}
+        self._hooks: list[Any] = []
+        for name, module in _modules(model, depth):
+            self._hooks.append(module.register_forward_pre_hook(self._entered(name), with_kwargs=True))
+            # Also where forward() raises, so that its range ends.
+            self._hooks.append(module.register_forward_hook(self._left(name), with_kwargs=True, always_call=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks away. Safe to call twice."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _entered(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not _compiling():
+                entered = annotate(name)
+                self._open.setdefault((threading.get_ident(), name), []).append(entered)
+                entered.__enter__()
+
+        return enter
+
+    def _left(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if _compiling():
+                return
+            entered = self._open.get((threading.get_ident(), name))
+            if entered:
+                entered.pop().__exit__(None, None, None)
+            _watch_backward(f"{name} backward", (args, kwargs), output)
+
+        return leave
+
+
+def _modules(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if name and name.count(".") < depth and not scripted and type(module).forward is not _NOT_CALLED:
+            yield name, module
+
+
+_NOT_CALLED: Any = nn.Module.forward  # of ModuleList and ModuleDict, which only hold others
+
+
+def _watch_backward(name: str, inputs: Any, output: Any) -> None:
+    """Hook the nodes that the output came from and the tensors that went in."""
+    made = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+    came = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+    if not torch.is_grad_enabled() or not made:
+        return
+    turn = _BackwardRange(name, missing=len(came))
+    for node in made:
+        node.register_prehook(turn.begin)
+    for tensor in came:
+        tensor.register_hook(turn.arrived)  # type: ignore[no-untyped-call]
+
+
+class _BackwardRange:
+    """One call's backward: begun once, ended once, whichever thread of autograd's does it."""
+
+    __slots__ = ("_missing", "_name", "_range")
+
+    def __init__(self, name: str, missing: int) -> None:
+        self._name = name
+        self._missing = missing
+        self._range: _Overlapping | None = None
+
+    def begin(self, gradients: Any) -> None:
+        if self._range is None and not _compiling():
+            self._range = _Overlapping(self._name)
+            self._range.begin()
+            # Also where an input gets no gradient, or none needs one.
+            Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
+
+    def arrived(self, gradient: Tensor) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.end()
+
+    def end(self) -> None:
+        if self._range is not None:
+            self._range.end()
+            self._range = None
+
+
+class _Overlapping(annotate):
+    """A range that need not nest: backward ends in another order, and on another thread, than it began."""
+
+    __slots__ = ()
+
+    def begin(self) -> None:
+        self._begin(1)
+
+    def end(self) -> None:
+        self._end()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,138 @@
+"""Ranges of modules, as torch.profiler records them: each with its forward and its backward, and numerics untouched."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from perfdoctor.errors import UsageError
+from perfdoctor.watch.module_ranges import module_ranges
+
+
+class Block(nn.Module):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.first, self.second, self.fails = nn.Linear(4, 4), nn.Linear(4, 4), fails
+
+    def forward(self, x):
+        if self.fails:
+            raise RuntimeError("broken block")
+        return self.second(torch.relu_(self.first(x)))  # in place on a module's output
+
+
+def model_of(fails=False):
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), nn.ModuleDict({"inner": Block(fails)})["inner"], nn.Linear(4, 1))
+
+
+def recorded(work):
+    """(name, start, end) of the named ranges, in order of their start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    rows = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if e.name[:1].isdigit()]
+    return sorted(rows, key=lambda row: row[1])
+
+
+def one_step(model):
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_forward_and_backward_of_each_module():
+    model = model_of()
+    with module_ranges(model, depth=1):
+        rows = recorded(lambda: one_step(model))
+    assert [name for name, _, _ in rows] == ["0", "1", "2", "2 backward", "1 backward", "0 backward"]
+
+
+def test_depth_names_the_children():
+    model = model_of()
+    with module_ranges(model, depth=2):
+        names = [name for name, _, _ in recorded(lambda: one_step(model))]
+    assert names[:7] == ["0", "0.first", "0.second", "1", "1.first", "1.second", "2"]
+    assert set(names[7:]) == {f"{name} backward" for name in names[:7]}
+
+
+def test_backward_of_a_module_holds_that_of_its_children():
+    model = model_of()
+    with module_ranges(model, depth=2):
+        rows = {name: (start, end) for name, start, end in recorded(lambda: one_step(model))}
+    block, first, second = (rows[f"1{part} backward"] for part in ("", ".first", ".second"))
+    # The output of `second` is that of the block: both begin at the same node, in either order.
+    assert max(block[0], second[0]) < second[1] <= first[0] < first[1] <= block[1]
+    assert rows["2 backward"][1] <= min(block[0], second[0])
+
+
+def test_numerics_and_hooks_are_as_before():
+    plain, watched = model_of(), model_of()
+    one_step(plain)
+    with module_ranges(watched):
+        one_step(watched)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
+
+
+def test_ends_where_forward_raises():
+    model = model_of(fails=True)
+
+    def step():
+        with pytest.raises(RuntimeError, match="broken block"):
+            one_step(model)
+        torch.ones(2)
+
+    with module_ranges(model, depth=1):
+        rows = recorded(step)
+        assert [name for name, _, _ in rows] == ["0", "1"]
+        assert not any(entered for ranges in (model,) for entered in _open_of(ranges))
+
+
+def _open_of(model):
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    states = [cell.cell_contents for hook in hooks for cell in hook.__closure__]
+    return [entered for state in states if hasattr(state, "_open") for entered in state._open.values()]
+
+
+def test_no_grad_has_no_backward():
+    model = model_of()
+
+    def evaluate():
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    with module_ranges(model, depth=1):
+        assert [name for name, _, _ in recorded(evaluate)] == ["0", "1", "2"]
+
+
+def test_checkpointed_forward_is_seen_twice():
+    model = model_of()
+    x = torch.ones(2, 4, requires_grad=True)
+
+    def step():
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+
+    with module_ranges(model, depth=1):
+        names = [name for name, _, _ in recorded(step)]
+    assert names.count("0") == 2
+    assert names.count("0 backward") >= 1
+
+
+def test_a_module_called_twice():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    with module_ranges(model, depth=1):
+        names = [name for name, _, _ in recorded(lambda: one_step(model))]
+    assert names.count("0") == 2  # the name under which the model lists it
+    assert names.count("0 backward") == 2
+
+
+def test_breaks_no_graph():
+    model = model_of()
+    with module_ranges(model):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        compiled(torch.ones(2, 4)).sum().backward()
+    assert model[2].weight.grad is not None
+
+
+@pytest.mark.parametrize(("model", "depth", "words"), [("net", 1, "nn.Module"), (nn.Linear(1, 1), 0, "1 or more")])
+def test_bad_input(model, depth, words):
+    with pytest.raises(UsageError, match=words):
+        module_ranges(model, depth)
