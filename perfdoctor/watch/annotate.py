@@ -186,3 +186,21 @@ class _plain(annotate):
         if not _compiling():
             self._begin(0)
         return self
+
+
+class Overlapping(annotate):
+    """A range that need not nest, opened and closed by calls: its end may come on another thread, in another order."""
+
+    __slots__ = ()
+
+    def begin(self) -> None:
+        """Open it."""
+        self._begin(1)
+
+    def end(self) -> None:
+        """Close it; does nothing where it is closed."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self

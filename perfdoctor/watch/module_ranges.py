@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from perfdoctor.errors import UsageError
-from perfdoctor.watch.annotate import annotate
+from perfdoctor.watch.annotate import Overlapping, annotate
 
 _compiling = torch.compiler.is_compiling
 
@@ -114,11 +114,11 @@ class _BackwardRange:
     def __init__(self, name: str, missing: int) -> None:
         self._name = name
         self._missing = missing
-        self._range: _Overlapping | None = None
+        self._range: Overlapping | None = None
 
     def begin(self, gradients: Any) -> None:
         if self._range is None and not _compiling():
-            self._range = _Overlapping(self._name)
+            self._range = Overlapping(self._name)
             self._range.begin()
             # Also where an input gets no gradient, or none needs one.
             Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
@@ -132,18 +132,6 @@ class _BackwardRange:
         if self._range is not None:
             self._range.end()
             self._range = None
-
-
-class _Overlapping(annotate):
-    """A range that need not nest: backward ends in another order, and on another thread, than it began."""
-
-    __slots__ = ()
-
-    def begin(self) -> None:
-        self._begin(1)
-
-    def end(self) -> None:
-        self._end()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
