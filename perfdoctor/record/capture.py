@@ -6,11 +6,13 @@ interned: a `name` column holds indices into `Capture.strings`. No environment v
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,6 +69,7 @@ __all__ = [
     "StreamSyncs",
     "Work",
     "WorkKind",
+    "from_manifest",
     "is_capture",
     "read_capture",
 ]
@@ -235,7 +238,8 @@ class Capture:
         partial = target.with_name(target.name + ".part")
         try:
             with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr(_MANIFEST, json.dumps(self._manifest(archive, ""), allow_nan=False))
+                manifest = self.manifest(functools.partial(_write_array, archive))
+                archive.writestr(_MANIFEST, json.dumps(manifest, allow_nan=False))
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -245,14 +249,15 @@ class Capture:
         "steps": Steps, "hits": Hits, "pauses": Pauses, "samples": Samples,
     }  # fmt: skip
 
-    def _manifest(self, archive: zipfile.ZipFile, prefix: str) -> dict[str, Any]:
+    def manifest(self, write: Callable[[str, Ints], None], prefix: str = "") -> dict[str, Any]:
+        """All that is no column, ready for JSON; each column goes to `write(name, values)`."""
         for table in self.TABLES:
             for column, values in getattr(self, table).columns().items():
-                _write_array(archive, f"{prefix}{table}.{column}.npy", values)
+                write(f"{prefix}{table}.{column}.npy", values)
         bare = None
         if self.bare is not None:
             for name in _BARE_COLUMNS:
-                _write_array(archive, f"{prefix}bare.{name}.npy", getattr(self.bare, name))
+                write(f"{prefix}bare.{name}.npy", getattr(self.bare, name))
             bare = self.bare.clock
         return {
             "schema_version": SCHEMA_VERSION,
@@ -265,7 +270,7 @@ class Capture:
             "notes": [asdict(note) for note in self.notes],
             "overheads": [asdict(overhead) for overhead in self.overheads],
             "bare": bare,
-            "full": self.full._manifest(archive, prefix + "full.") if self.full is not None else None,
+            "full": self.full.manifest(write, prefix + "full.") if self.full is not None else None,
         }
 
 
@@ -293,23 +298,23 @@ def read_capture(path: str | os.PathLike[str]) -> Capture:
                     f"{path}: capture schema {version}; this perfdoctor reads schema {SCHEMA_VERSION}. "
                     "Use the perfdoctor that wrote it, or record again."
                 )
-            return replace(_from_manifest(archive, manifest, ""), path=str(path))
+            return replace(from_manifest(manifest, functools.partial(_read_array, archive)), path=str(path))
     except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, EOFError, RuntimeError) as error:
         raise BrokenTraceError(f"{path}: a damaged perfdoctor capture ({error}). Record it again.") from error
 
 
-def _from_manifest(archive: zipfile.ZipFile, manifest: dict[str, Any], prefix: str) -> Capture:
+def from_manifest(manifest: dict[str, Any], read: Callable[[str], Ints], prefix: str = "") -> Capture:
+    """What `Capture.manifest` wrote; `read(name)` gives each column."""
+
     def columns(table: str, cls: type[Columns]) -> Columns:
-        return cls(**{f.name: _read_array(archive, f"{prefix}{table}.{f.name}.npy") for f in fields(cls)})
+        return cls(**{f.name: read(f"{prefix}{table}.{f.name}.npy") for f in fields(cls)})
 
     tables: dict[str, Any] = {name: columns(name, cls) for name, cls in Capture.TABLES.items()}
     bare = None
     if manifest["bare"] is not None:
-        arrays = {
-            f: _read_array(archive, f"{prefix}bare.{f}.npy") for f in ("step_ns", "data_ns", "samples", "micro_batches")
-        }
+        arrays = {name: read(f"{prefix}bare.{name}.npy") for name in _BARE_COLUMNS}
         bare = Bare(clock=manifest["bare"], **arrays)
-    full = _from_manifest(archive, manifest["full"], prefix + "full.") if manifest["full"] else None
+    full = from_manifest(manifest["full"], read, prefix + "full.") if manifest["full"] else None
     return Capture(
         source=manifest["source"],
         strings=tuple(manifest["strings"]),
