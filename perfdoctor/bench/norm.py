@@ -1,6 +1,7 @@
 """`python -m perfdoctor.bench.norm`: the norm of all gradients, ours against PyTorch's ways, on one machine in one run.
 
-GPU time is that of a CUDA graph's replay, divided by the calls in it; wall time is from the call to its completion.
+GPU time is that of a CUDA graph's replay by CUDA events, divided by the calls in it; wall time is from the call to
+its completion.
 Gradients that fit into the L2 cache are read from there, as they are by every rival in the same row.
 """
 
@@ -17,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from perfdoctor.bench.gradient_sets import GRADIENT_SETS, SMALL_SETS, GradientSet
 from perfdoctor.bench.measurement import Measurement, measure
+from perfdoctor.bench.memory import free_bytes
+from perfdoctor.bench.result import BenchResult, BenchRow
+from perfdoctor.bench.timing import benchmark, graph_of, settle
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,7 +56,7 @@ def _sets_here() -> tuple[GradientSet, ...]:
 
     if not torch.cuda.is_available():
         return SMALL_SETS
-    free, _ = torch.cuda.mem_get_info()
+    free = free_bytes("cuda")
     return tuple(chosen for chosen in GRADIENT_SETS if 2.2 * _num_bytes(chosen) < free)
 
 
@@ -70,13 +74,6 @@ def _guarded(row: Row, name: str, work: Callable[[], Any]) -> Any:
         return None
 
 
-def _settle() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _read_bandwidth() -> float | None:
     """Bytes a second of torch's own sum over 4 GB."""
     import torch
@@ -90,25 +87,11 @@ def _read_bandwidth() -> float | None:
 
 def _gpu_time(name: str, run: Callable[[], object], per_graph: int) -> Measurement:
     """GPU time of one `run`, by replay of a graph of several."""
-    replay = _graph_of(run, per_graph)
-    return measure(name, replay, _settle, repeats=20, per_run=per_graph)
+    return benchmark(name, run, device="cuda", graph_calls=per_graph, repeats=20)
 
 
-def _graph_of(run: Callable[[], object], count: int) -> Callable[[], object]:
-    import torch
-
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        run()
-    _settle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [run() for _ in range(count)]
-    replay: Callable[[], object] = graph.replay
-    return lambda: (replay(), kept)[0]
-
-
-def _measure_set(chosen: GradientSet, compiles: bool, bandwidth: float | None) -> Row:
+def _measure_set(chosen: GradientSet, compiles: bool, bandwidth: float | None, twin: bool = True) -> Row:
+    """Every figure of one set; `twin`: also the CUDA C++ kernel, which takes nvcc a minute the first time."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,7 +102,7 @@ def _measure_set(chosen: GradientSet, compiles: bool, bandwidth: float | None) -
     if parameters is None:
         return row
     row["tensors"] = len(parameters)
-    for name, work in _candidates(parameters, row["bytes"], compiles, device):
+    for name, work in _candidates(parameters, row["bytes"], compiles, device, twin):
         measurement = _guarded(row, name, work)
         if measurement is not None:
             row["measurements"].append(_as_json(name, measurement))
@@ -141,7 +124,7 @@ def _as_json(name: str, measurement: Measurement) -> Row:
 
 
 def _candidates(
-    parameters: list[nn.Parameter], num_bytes: int, compiles: bool, device: str
+    parameters: list[nn.Parameter], num_bytes: int, compiles: bool, device: str, twin: bool
 ) -> list[tuple[str, Callable[[], Measurement]]]:
     """What is measured: name, and the work that measures it. `GPU` and `graph` need a device."""
     import torch
@@ -159,7 +142,7 @@ def _candidates(
         ("foreach_norm", lambda: torch.nn.utils.get_total_norm(gradients)),
         ("torch clip_grad_norm_", lambda: torch.nn.utils.clip_grad_norm_(parameters, -1.0)),
     ]
-    if device == "cuda":
+    if device == "cuda" and twin:
         calls.insert(1, ("grad_norm, CUDA C++", lambda: grad_norm(parameters, kernel="cuda")))
     if compiles and len(parameters) in _COMPILED_TENSORS and device == "cuda":
         compiled = torch.compile(torch.nn.utils.get_total_norm)
@@ -179,7 +162,7 @@ def _candidates(
 
 
 def _wall_work(name: str, call: Callable[[], object], repeats: int) -> Callable[[], Measurement]:
-    return lambda: measure(name, call, _settle, repeats=repeats)
+    return lambda: measure(name, call, settle, repeats=repeats)
 
 
 def _gpu_work(name: str, call: Callable[[], object], per_graph: int) -> Callable[[], Measurement]:
@@ -188,7 +171,7 @@ def _gpu_work(name: str, call: Callable[[], object], per_graph: int) -> Callable
 
 def _fixed_work(call: Callable[[], object], repeats: int) -> Callable[[], Measurement]:
     """Wall time where the table is fixed: the replay of a graph that holds one call."""
-    return lambda: measure("fixed", _graph_of(call, 1), _settle, repeats=max(repeats, 30))
+    return lambda: measure("fixed", graph_of(call, 1), settle, repeats=max(repeats, 30))
 
 
 def _loop(gradients: list[Tensor]) -> Tensor:
@@ -223,6 +206,33 @@ def _accuracy(parameters: list[nn.Parameter]) -> Row:
         "torch_relative_error": abs(float(theirs) / exact - 1),
         "same_bits": repeated,
     }
+
+
+def run_norm(device: str, *, small: bool) -> BenchResult:
+    """The verb `norm` of `perfdoctor bench`: the sets up to 1.3 B parameters, without what must be compiled first."""
+    sets = SMALL_SETS if small or device == "cpu" else tuple(each for each in _sets_here() if not each.bfloat16)
+    rows, errors = [], []
+    for chosen in sets:
+        found = _measure_set(chosen, compiles=False, bandwidth=None, twin=False)
+        errors += [f"{chosen.name}: {error}" for error in found["errors"]]
+        rows += [_bench_row(chosen, each) for each in found["measurements"]]
+    notes = [f"failed: {error}" for error in errors] + ["every rival and the large sets: scripts/bench norm"]
+    return BenchResult(verb="norm", about="the norm of all gradients", rows=tuple(rows), notes=tuple(notes))
+
+
+def _bench_row(chosen: GradientSet, found: Row) -> BenchRow:
+    """Bytes and operations (a square and a sum an element) are those of one read: of the norm, not of clipping."""
+    plain = found["name"].startswith(("grad_norm |", "foreach_norm |"))
+    num_bytes = _num_bytes(chosen)
+    measurement = Measurement(
+        name=f"{chosen.name}: {found['name']}",
+        times_ns=tuple(1e3 * us for us in found["times_us"]),
+        bytes_moved=num_bytes if plain else None,
+        num_flops=2 * num_bytes // 4 if plain else None,
+    )
+    # A small set's norm is bound by its launch, and a set near the size of the L2 is read from there in part.
+    drawn = found["name"] == "grad_norm | GPU" and num_bytes > 2e8
+    return BenchRow(measurement=measurement, sizes={"bytes": num_bytes}, dtype="float32", on_roofline=drawn)
 
 
 _SWEEP_SETS = range(50_000_000, 6_000_000_000)
@@ -288,7 +298,7 @@ def _table_with(parameters: list[Tensor], kib: int | None, share: float, program
     kept = share * torch.cuda.get_device_properties(device).L2_cache_size
     table.num_kept = table.work.num_leading_chunks(kept)
     table.per_multiprocessor = programs
-    _settle()
+    settle()
     return table
 
 
