@@ -1,0 +1,50 @@
+"""How a Triton kernel over a flat array is laid out: block length, warps, grid and what the caches are told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """One choice. `str()` of it is its line in the table of `--tune`."""
+
+    block: int = 2048
+    """elements a program works on at a time"""
+    num_warps: int = 4
+    programs: int | None = None
+    """programs a multiprocessor, which take blocks in turn; None: one program a block"""
+    load: str = "evict_first"
+    """the loads' eviction policy: what is read once need not stay in the L2 cache"""
+    store: str = ".cs"
+    """the stores' cache modifier: cache streaming"""
+
+    def grid(self, blocks: int, device: torch.device) -> tuple[int]:
+        """The number of programs for so many blocks."""
+        return (num_programs(blocks, self.programs, device),)
+
+    def __str__(self) -> str:
+        grid = "a program a block" if self.programs is None else f"{self.programs} programs an SM"
+        return f"block {self.block}, {self.num_warps} warps, {grid}, load {self.load or '-'}, store {self.store or '-'}"
+
+
+def num_programs(pieces: int, programs: int | None, device: torch.device) -> int:
+    """One program a piece of work, or `programs` a multiprocessor where those are fewer."""
+    if programs is None or device.type != "cuda":
+        return pieces
+    return min(pieces, programs * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def tilings() -> Iterator[Tiling]:
+    """A small set to choose from by measurement."""
+    for (block, warps), (load, store) in itertools.product(
+        ((1024, 4), (2048, 4), (2048, 8), (4096, 8)), (("", ""), ("evict_first", ".cs"))
+    ):
+        yield Tiling(block=block, num_warps=warps, load=load, store=store)
+    yield Tiling(block=8192, num_warps=16)
+    yield Tiling(block=2048, num_warps=4, programs=8)
+    yield Tiling(block=4096, num_warps=8, programs=4)
