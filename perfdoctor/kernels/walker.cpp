@@ -7,8 +7,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -247,6 +249,13 @@ class Launch {
     if (code != 0) throw std::runtime_error("cuLaunchKernel failed with CUDA error " + std::to_string(code));
   }
 
+  // With these values for the arguments from `first` on.
+  void run_with(int64_t stream, size_t first, const std::vector<int64_t>& values) {
+    if (first + values.size() > values_.size()) throw std::out_of_range("more values than the kernel has arguments");
+    std::copy(values.begin(), values.end(), values_.begin() + first);
+    run(stream);
+  }
+
   void set(size_t at, const at::Tensor& tensor) { values_[at] = reinterpret_cast<int64_t>(tensor.data_ptr()); }
 
   // Writes a fresh float32 scalar on `like`'s device: its address is argument `at`; `number` is argument `number_at`.
@@ -269,6 +278,25 @@ class Launch {
   GetContext get_context_;
   SetContext set_context_;
 };
+
+using EventRecord = int (*)(void*, void*);
+using StreamWaitEvent = int (*)(void*, void*, unsigned);
+using MemcpyAsync = int (*)(uint64_t, uint64_t, size_t, void*);
+
+// A copy on the stream `side` of what `stream` has written so far; the event `copied` comes behind it. Nothing waits.
+void copy_out(int64_t stream, int64_t target, int64_t source, int64_t num_bytes, int64_t side, int64_t ready,
+              int64_t copied) {
+  static const auto record = driver_call<EventRecord>("cuEventRecord");
+  static const auto wait = driver_call<StreamWaitEvent>("cuStreamWaitEvent");
+  static const auto copy = driver_call<MemcpyAsync>("cuMemcpyAsync");
+  if (record == nullptr || wait == nullptr || copy == nullptr) throw std::runtime_error("no CUDA driver");
+  const auto handle = [](int64_t value) { return reinterpret_cast<void*>(value); };
+  int code = record(handle(ready), handle(stream));
+  if (code == 0) code = wait(handle(side), handle(ready), 0);
+  if (code == 0) code = copy(target, source, num_bytes, handle(side));
+  if (code == 0) code = record(handle(copied), handle(side));
+  if (code != 0) throw std::runtime_error("a copy to the host failed with CUDA error " + std::to_string(code));
+}
 
 // The columns of the statistics of all gradients and of their total: five of [columns - 1], then five of [].
 std::vector<at::Tensor> split_columns(const at::Tensor& out, const at::Tensor& counts) {
@@ -313,11 +341,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("lives_with_graph", &lives_with_graph);
   m.def("take_dead", &take_dead);
+  m.def("copy_out", &copy_out);
   m.def("split_columns", &split_columns);
   m.def("bump_versions", &bump_versions);
   py::class_<Launch>(m, "Launch")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, const std::vector<size_t>&>())
       .def("run", &Launch::run)
+      .def("run_with", &Launch::run_with)
       .def("run_scalar", &Launch::run_scalar);
   m.def("run_stats", &run_stats);
 }

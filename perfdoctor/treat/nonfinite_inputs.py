@@ -1,0 +1,82 @@
+"""What `NonFiniteWatch` is given: the model's names, the optimizers, gradients and a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from perfdoctor.errors import UsageError
+from perfdoctor.kernels.grad_stats import grad_stats
+from perfdoctor.treat.nonfinite_hits import NAMES
+
+
+def names_of(model: nn.Module) -> dict[int, tuple[Tensor, str]]:
+    """The model's parameters by identity, in order, a shared one under its first name.
+
+    Raises UsageError for what is no model, or has none.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    names: dict[int, tuple[Tensor, str]] = {
+        id(parameter): (parameter, name) for name, parameter in model.named_parameters()
+    }
+    if not names:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is no gradient to watch")
+    return names
+
+
+def optimizers_of(optimizers: Any) -> tuple[Optimizer, ...] | None:
+    """One or several as a tuple; None stays. Raises UsageError for what is no optimizer."""
+    if optimizers is None:
+        return None
+    if not isinstance(optimizers, (Optimizer, Iterable)):
+        raise UsageError(f"optimizers: {type(optimizers).__name__} is none: pass one optimizer or several")
+    several = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    for optimizer in several:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"optimizers: {type(optimizer).__name__} is no torch.optim.Optimizer")
+    return several
+
+
+def counts_of(pairs: list[tuple[str, Tensor]], kernel: str | None) -> tuple[NAMES, Tensor]:
+    """Names of the gradients that are there, and how many non-finite values each has, int64 [n] on the device."""
+    try:
+        stats = grad_stats(pairs, kernel=kernel)
+    except UsageError:
+        if not any(parameter.grad is not None and parameter.grad.is_sparse for _, parameter in pairs):
+            raise
+        # A sparse gradient has its values in a dense tensor; coalescing it would wait for the device.
+        present = [(name, parameter.grad) for name, parameter in pairs if parameter.grad is not None]
+        dense = [(name, grad._values() if grad.is_sparse else grad) for name, grad in present]
+        stats = grad_stats(dense, kernel=kernel)
+    return stats.names, stats.per_tensor.num_nonfinite
+
+
+def loss_of(loss: Any) -> Tensor | float | None:
+    """A tensor of one element that is not finite where one of the loss is not; a number from the host as it is.
+
+    Raises UsageError for what is neither a tensor nor a number.
+    """
+    if loss is None or isinstance(loss, (int, float)):
+        return None if loss is None else float(loss)
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"loss is a {type(loss).__name__}: expected a tensor or a number")
+    loss = loss.detach()
+    if loss.is_complex():
+        loss = torch.view_as_real(loss)
+    if loss.numel() != 1:
+        finite = torch.isfinite(loss).all()
+        loss = torch.where(finite, 0.0, torch.full((), math.nan, device=loss.device))
+    return float(loss) if loss.device.type == "cpu" else loss
+
+
+def value_at(device: torch.device, value: Tensor | float) -> Tensor | None:
+    """The value on the device; None for a finite number, which needs no look there."""
+    if isinstance(value, Tensor):
+        return value if value.device == device else value.to(device, non_blocking=True)
+    return None if math.isfinite(value) else torch.full((), value, dtype=torch.float32, device=device)

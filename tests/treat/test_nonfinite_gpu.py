@@ -1,0 +1,169 @@
+"""The watch on a GPU: no sync, the lag bounded, graphs, skipped updates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from perfdoctor.errors import NonFiniteError, UsageError
+from perfdoctor.treat.nonfinite import NonFiniteWatch
+from perfdoctor.watch.sync_guard import sync_guard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node"),  # warm-up and capture use streams of their own
+]
+LONG = 500_000_000  # cycles: about a quarter of a second
+
+
+def model_and_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Sequential, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)).cuda()
+    return model, kind(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_no_sync_and_the_right_name(by_hand: bool) -> None:
+    model, optimizer = model_and_optimizer(fused=True)
+    watch = NonFiniteWatch(model, max_lag=100)
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last):
+            loss = model(torch.randn(8, 16, device="cuda")).square().mean()
+            loss.backward()
+            if step == 30:
+                model[2].weight.grad[0, 3:5].fill_(math.inf)  # type: ignore[index]
+            watch.check(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step()
+
+    with pytest.raises(NonFiniteError, match=r"step 30: the gradient of 2\.weight: 2 values are not finite"):  # noqa: PT012
+        if by_hand:
+            train(1, 3)
+            with sync_guard(budget=0):
+                train(3, 60)
+            watch.finish()
+        with watch:
+            train(1, 3)
+            with sync_guard(budget=0):
+                train(3, 60)
+    assert watch.num_waits == 0
+
+
+def test_the_lag_is_bounded() -> None:
+    model, _ = model_and_optimizer()
+    watch = NonFiniteWatch(model, max_lag=4)
+    watch.check(torch.zeros((), device="cuda"))
+    watch.step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    watch.check(torch.full((), math.nan, device="cuda"))
+    watch.step()
+    with pytest.raises(NonFiniteError, match="step 2: the loss is not finite"):  # noqa: PT012
+        for _ in range(20):
+            watch.check(torch.zeros((), device="cuda"))
+            watch.step()
+    assert watch.hits[0].num_steps_later == 4
+    assert watch.num_waits == 1
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_in_a_graph(skips: bool) -> None:
+    model, optimizer = model_and_optimizer(torch.optim.AdamW, fused=True, capturable=True)
+    x = torch.randn(8, 16, device="cuda")
+    with NonFiniteWatch(model, optimizer, on_hit="skip" if skips else "raise", max_lag=20) as watch:
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            watch.check(loss)
+            optimizer.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+                watch.step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            step()
+            with pytest.raises(UsageError, match="after each replay"):
+                watch.step()
+        with sync_guard(budget=0):
+            graph.replay()
+            watch.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        good = x.clone()
+        if skips:
+            x.fill_(math.nan)
+            graph.replay()
+            watch.step()
+            assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+            x.copy_(good)
+            graph.replay()
+            watch.step()
+            watch.finish()
+            assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+            assert [(hit.parameter, hit.num_parameters, hit.skipped) for hit in watch.hits] == [(None, 0, True)]
+            return
+        with torch.no_grad():
+            model[2].bias.fill_(math.inf)
+        graph.replay()
+        with pytest.raises(NonFiniteError, match=f"step {watch._num_steps + 1}: the loss is not finite"):  # noqa: PT012
+            watch.step()
+            watch.finish()
+
+
+def test_the_first_check_in_a_graph_is_refused() -> None:
+    model, _ = model_and_optimizer()
+    watch = NonFiniteWatch(model)
+    loss = torch.ones((), device="cuda")
+    with pytest.raises(UsageError, match="one watched step before"), torch.cuda.graph(torch.cuda.CUDAGraph()):  # noqa: PT012
+        loss + 1.0  # torch warns about a graph with nothing in it
+        watch.check(loss)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler(fused: bool) -> None:
+    model, optimizer = model_and_optimizer(torch.optim.AdamW, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)
+    with NonFiniteWatch(model, scaler=scaler) as watch:
+        for step in range(5):
+            loss = model(torch.ones(4, 16, device="cuda")).square().mean()
+            scaler.scale(loss).backward()
+            if step in (1, 2):
+                model[0].weight.grad[0, 0] = math.inf  # type: ignore[index]
+            watch.check(loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            watch.step()
+        assert scaler.get_scale() == 2.0**14
+    assert watch.hits == ()
+
+
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(100, 8, sparse=True, device="cuda")
+    watch = NonFiniteWatch(table)
+    index = torch.tensor([1, 5, 5], device="cuda")
+    with pytest.raises(NonFiniteError, match="step 3: the gradient of weight: 1 value"):  # noqa: PT012
+        for step in range(3):
+            table.zero_grad()
+            table(index).sum().backward()
+            if step == 2:
+                table.weight.grad._values()[1, 2] = math.nan  # type: ignore[union-attr]
+            with sync_guard(budget=0 if step else 100):
+                watch.check()
+                watch.step()
+        watch.finish()
