@@ -1,0 +1,373 @@
+"""A whole training step as one CUDA graph: hundreds of launches become one.
+
+    def train_step(x, y):
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_function(model(x), y)
+        loss.backward()
+        perfdoctor.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    step = perfdoctor.graphed_step(train_step, *sample_batch, model=model, optimizer=optimizer)
+    for batch in perfdoctor.DevicePrefetcher(loader, "cuda"):
+        loss = step(*batch)
+        scheduler.step()
+
+The graph repeats kernels, not Python: what the step computes on the host is computed once. `graph_obstacles` lists
+what in a step stands against that.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from perfdoctor.errors import TreatmentRefused, UsageError
+from perfdoctor.record import crossings
+from perfdoctor.treat import graph_optimizers
+from perfdoctor.treat.graph_batch import batch_key
+from perfdoctor.treat.graph_capture import GraphMemory, detached
+from perfdoctor.treat.graph_python_state import Place, Reached
+from perfdoctor.treat.graph_recording import FrozenStateWarning, Parts, StepGraph, record_step
+from perfdoctor.treat.snapshot import Models, Optimizers, as_tuple
+from perfdoctor.treat.treatment import Loop, Numerics, Treatment
+
+__all__ = ["GRAPHED_STEP", "FrozenStateWarning", "GraphLimitWarning", "GraphedStep", "graphed_step"]
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+class GraphLimitWarning(UserWarning):
+    """More kinds of batches came than graphs are allowed; the rest run eagerly."""
+
+
+def graphed_step(
+    train_step: Callable[..., Any],
+    *sample_batch: Any,
+    model: Models = None,
+    optimizer: Optimizers = None,
+    max_graphs: int = 4,
+    warmup: int = 3,
+    clone_outputs: bool = True,
+) -> GraphedStep:
+    """Capture `train_step(*sample_batch)` as a CUDA graph; call the result in its place.
+
+    `model` and `optimizer`: one or several; None takes those that `train_step` reaches. The sample is run `warmup`
+    times and captured once; parameters, buffers, gradients, optimizer state, random states and the Python attributes
+    of your own are then as before. The optimizer is made capturable in place: `param_groups[i]["lr"]` becomes a device
+    tensor that schedulers go on changing, SGD becomes `fused=True`.
+
+    Another shape (or dtype, Python value, train/eval flag, weight decay, ...) is another graph, captured when it comes
+    the second time, at most `max_graphs` in all; the rest runs eagerly, the odd last batch for one. Outputs are
+    detached copies, safe to keep; with `clone_outputs=False` the next call overwrites them. `.grad` shows the gradients
+    of the last call and is overwritten by the next.
+
+    With the emulated CUDA device the step runs eagerly. DistributedDataParallel is refused: its reducer needs eleven
+    eager steps on a side stream before graph capture, and its hooks are not ours to put back.
+
+    Raises:
+        UsageError: wrong arguments.
+        TreatmentRefused: the step cannot be a graph; the message names the line and the change. Nothing has changed.
+    """
+    if not callable(train_step):
+        raise UsageError(f"graphed_step needs a function as its first argument, got {type(train_step).__name__}")
+    if max_graphs < 1 or warmup < 2:
+        raise UsageError(
+            f"graphed_step(max_graphs={max_graphs}, warmup={warmup}): at least 1 graph and 2 warm-up steps"
+        )
+    parts, device = step_parts(train_step, model, optimizer)
+    step = GraphedStep(parts, device, max_graphs=max_graphs, warmup=warmup, clone_outputs=clone_outputs)
+    try:
+        step._capture(sample_batch)
+    except BaseException:
+        step._unhook()
+        raise
+    return step
+
+
+class GraphedStep:
+    """What `graphed_step` returns: call it as the step."""
+
+    def __init__(self, parts: Parts, device: torch.device, *, max_graphs: int, warmup: int, clone_outputs: bool):
+        self.num_eager = 0  # calls that no graph served
+        self.num_replays = 0
+        self._parts = parts
+        self._device = device
+        self._max_graphs = max_graphs
+        self._warmup = warmup
+        self._clone = clone_outputs
+        self._memory = GraphMemory.on(device, parts.generators)
+        self._graphs: dict[Hashable, StepGraph] = {}
+        self._seen: Counter[Hashable] = Counter()
+        self._refused: set[Hashable] = set()
+        self._modules = [m for model in parts.models for m in model.modules()]
+        self._frozen: tuple[Place, ...] = ()
+        self._addresses: tuple[int, ...] = ()
+        self._stale = False
+        self._warned = False
+        self._originals = [[dict(group) for group in optimizer.param_groups] for optimizer in parts.optimizers]
+        self._rates = graph_optimizers.LearningRates(())
+        self._hooks = [opt.register_load_state_dict_post_hook(_marking(self)) for opt in parts.optimizers]
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are now."""
+        return len(self._graphs)
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run one step on `batch`: by replay where there is a graph for it, else eagerly.
+
+        Raises:
+            TreatmentRefused: a batch that is not on the model's device, or holds what a graph cannot be fed with.
+        """
+        tensors, batch_part = batch_key(batch, self._device)
+        self._check_owner()
+        self._rates.follow()
+        key = self._key(batch_part)
+        graph = self._graphs.get(key) or self._admitted(key, batch)
+        if graph is None or not graph.ready():
+            self.num_eager += 1
+            return detached(self._parts.train_step(*batch), copy=False)
+        self.num_replays += 1
+        return detached(graph.replay(tensors), copy=self._clone)
+
+    def release(self) -> None:
+        """Drop the graphs and give the optimizers their own form back (rate as a number, not capturable)."""
+        self._forget()
+        self._unhook()
+        for optimizer, groups in zip(self._parts.optimizers, self._originals, strict=True):
+            _undo(optimizer, groups)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _capture(self, batch: tuple[Any, ...]) -> None:
+        batch_key(batch, self._device)
+        graph = record_step(self._parts, batch, self._memory, self._warmup)
+        if not self._graphs:
+            self._frozen = graph.frozen
+        # The key is read now: making the optimizer capturable changed its groups.
+        key = self._key(batch_key(batch, self._device)[1])
+        self._graphs[key] = graph
+        self._rates = graph_optimizers.LearningRates(self._parts.optimizers)
+        self._addresses = self._found_addresses()
+
+    def _admitted(self, key: Hashable, batch: tuple[Any, ...]) -> StepGraph | None:
+        """A graph for a key that has none, where it may have one."""
+        self._seen[key] += 1
+        if key in self._refused or self._seen[key] < 2:
+            return None
+        if len(self._graphs) >= self._max_graphs:
+            self._warn_of_limit(key)
+            return None
+        try:
+            self._capture(batch)
+        except TreatmentRefused as error:
+            self._refused.add(key)
+            warnings.warn(f"this kind of batch runs eagerly from now on: {error}", GraphLimitWarning, stacklevel=3)
+            return None
+        return self._graphs.get(key)
+
+    def _warn_of_limit(self, key: Hashable) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{len(self._graphs)} graphs (max_graphs={self._max_graphs}) are in use; {_difference(key, self._graphs)}. "
+            "Such steps run eagerly. Pad batches to a few fixed shapes, pass changing numbers as device tensors, or "
+            "allow more graphs.",
+            GraphLimitWarning,
+            stacklevel=4,
+        )
+
+    def _key(self, batch_part: Hashable) -> tuple[Hashable, ...]:
+        return (
+            batch_part,
+            graph_optimizers.frozen_numbers(self._parts.optimizers),
+            tuple([m.training for m in self._modules]),
+            tuple([p.requires_grad for p in self._parts.parameters]),
+            _modes(),
+            tuple([_held(place.read()) for place in self._frozen]),
+        )
+
+    def _check_owner(self) -> None:
+        """Drop graphs whose parameters or optimizer state were replaced meanwhile; they are captured anew."""
+        if not self._stale and self._addresses == self._found_addresses():
+            return
+        self._forget()
+        for optimizer in self._parts.optimizers:
+            graph_optimizers.make_capturable(optimizer)
+        self._rates = graph_optimizers.LearningRates(self._parts.optimizers)
+        self._addresses = self._found_addresses()
+
+    def _found_addresses(self) -> tuple[int, ...]:
+        return tuple([p.data_ptr() for p in self._parts.parameters])
+
+    def _forget(self) -> None:
+        for graph in self._graphs.values():
+            graph.captured.release()
+        self._graphs.clear()
+        self._seen.clear()
+        self._refused.clear()
+        self._memory.renew()
+        self._stale = False
+
+
+def step_parts(train_step: Callable[..., Any], model: Models, optimizer: Optimizers) -> tuple[Parts, torch.device]:
+    """What the step works on, and where.
+
+    Raises:
+        TreatmentRefused: it cannot be a graph for a reason that shows without running it.
+    """
+    reached = Reached(train_step)
+    given = as_tuple(model, (torch.nn.Module, torch.Tensor))
+    loose = [p for p in given if isinstance(p, torch.Tensor)]
+    models = tuple(m for m in given if isinstance(m, torch.nn.Module)) or _roots(reached.of_type(torch.nn.Module))
+    optimizers = as_tuple(optimizer, torch.optim.Optimizer) or tuple(reached.of_type(torch.optim.Optimizer))
+    reason = static_refusal(train_step, models, optimizers, reached)
+    if reason is not None:
+        raise TreatmentRefused(reason)
+    stepped = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+    found = {id(p): p for p in (*loose, *(p for m in models for p in m.parameters()), *stepped)}
+    generators = tuple(g for g in reached.of_type(torch.Generator) if torch.device(g.device).type == "cuda")
+    parts = Parts(train_step, models, optimizers, tuple(found.values()), generators)
+    return parts, next(iter(found.values())).device
+
+
+def static_refusal(
+    train_step: Callable[..., Any],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    reached: Reached,
+) -> str | None:
+    """Why this step cannot be a graph, as far as it shows without running it; None where nothing does."""
+    if not (crossings.is_emulated() or torch.cuda.is_available()):
+        return "a CUDA graph needs a CUDA device, and torch sees none here: call train_step itself on this machine"
+    parameters = [p for m in models for p in m.parameters()]
+    parameters += [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+    if not parameters:
+        return "no parameters found: pass model= and optimizer= (train_step reaches no module and no optimizer)"
+    devices = {str(p.device) for p in parameters}
+    if len(devices) > 1 or not next(iter(devices)).startswith("cuda"):
+        return f"the parameters are on {', '.join(sorted(devices))}; a graph needs all of them on one CUDA device"
+    for module in (m for model in models for m in model.modules()):
+        kinds = {base.__name__ for base in type(module).__mro__}
+        if kinds & set(_WRAPPERS):
+            return (
+                f"{type(module).__name__} inside a graphed step is not supported: its reducer needs eleven eager steps "
+                "on a side stream before graph capture. Graph the step of one device, or follow torch's own recipe for "
+                "whole-network capture with DistributedDataParallel"
+            )
+    for scaler in reached.of_type(torch.amp.GradScaler):
+        if scaler.is_enabled():
+            return "GradScaler decides on the host each step whether to update: use bfloat16 autocast, which needs none"
+    return next((reason for opt in optimizers if (reason := graph_optimizers.refusal(opt)) is not None), None)
+
+
+def _roots(modules: list[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return tuple(module for module in modules if id(module) not in inner)
+
+
+def _held(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _modes() -> Hashable:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+    )
+
+
+def _marking(step: GraphedStep) -> Callable[[Any], None]:
+    held = weakref.ref(step)
+
+    def mark(_: Any) -> None:
+        found = held()
+        if found is not None:
+            found._stale = True
+
+    return mark
+
+
+_PARTS = (
+    "another shape, dtype or Python value in the batch came", "another number in a param group came",
+    "train/eval was switched", "requires_grad was switched", "autocast or grad mode was switched",
+    "a variable or attribute that the step reads was changed outside it (pass it in the batch, as a device tensor)",
+)  # fmt: skip
+
+
+def _difference(key: Any, known: dict[Hashable, Any]) -> str:
+    """What tells `key` from the graph that is nearest to it."""
+    others: list[Any] = list(known)
+    nearest = min(others, key=lambda other: sum(a != b for a, b in zip(key, other, strict=True)))
+    return ", ".join(text for text, a, b in zip(_PARTS, key, nearest, strict=True) if a != b)
+
+
+def _undo(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """The optimizer's own settings again, with the rate it has now; state values stay."""
+    for group, before in zip(optimizer.param_groups, groups, strict=False):
+        rate = group["lr"]
+        for name in ("capturable", "fused", "foreach"):
+            if name in before:
+                group[name] = before[name]
+        group["lr"] = rate if isinstance(before["lr"], torch.Tensor) else float(rate)
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            step = state.get("step")
+            if isinstance(step, torch.Tensor) and not (group.get("capturable") or group.get("fused")):
+                state["step"] = step.cpu()
+    optimizer.__dict__.pop("_warned_capturable_if_run_uncaptured", None)
+
+
+def _refuses(loop: Loop) -> str | None:
+    if loop.train_step is None:
+        return "the whole step is not known as one function: graphed_step needs train_step(*batch)"
+    if loop.model is None or not loop.optimizers:
+        return "the model or its optimizer is not known"
+    if loop.sample_batch is None:
+        return "no sample batch is known to capture the step with"
+    if crossings.is_emulated():
+        return "the emulated CUDA device replays no graphs"
+    return static_refusal(loop.train_step, (loop.model,), loop.optimizers, Reached(loop.train_step))
+
+
+@contextmanager
+def _applied(loop: Loop) -> Iterator[Loop]:
+    if loop.train_step is None or loop.sample_batch is None:
+        raise TreatmentRefused(str(_refuses(loop)))
+    step = graphed_step(loop.train_step, *loop.sample_batch, model=loop.model, optimizer=loop.optimizers)
+    try:
+        yield replace(loop, train_step=step)
+    finally:
+        step.release()
+
+
+GRAPHED_STEP = Treatment(
+    name="graphed_step",
+    cures=("launch-bound",),
+    numerics=Numerics(
+        rtol=1e-3,
+        atol=1e-5,
+        why="a capturable optimizer keeps its rate and bias correction in float32 on the device: last bits differ",
+    ),
+    refuses=_refuses,
+    applied=_applied,
+    lines=(
+        "step = perfdoctor.graphed_step(train_step, *batch, model=model, optimizer=optimizer)",
+        "loss = step(*batch)   # in place of train_step(*batch)",
+    ),
+)
