@@ -18,8 +18,8 @@ RANKS = {
     "report": 5,
     "doors": 6, "cli": 6,
 }  # fmt: skip
-# cli is the doors' command line; these two live in one rank, and only this way round.
-NEIGHBOURS = {("cli", "doors")}
+# Rooms of one rank that meet, only this way round: cli is the doors' command line, bench measures the treatments.
+NEIGHBOURS = {("cli", "doors"), ("bench", "treat")}
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if len(path.relative_to(PACKAGE).parts) > 1
 )

@@ -1,0 +1,215 @@
+"""Treatments of the way batches come: DataLoader workers, pinned memory, workers that persist, prefetch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from perfdoctor.treat.cures import CURES
+from perfdoctor.treat.switches_precision import needs_cuda
+from perfdoctor.treat.treatment import Loop, Numerics, Treatment
+from perfdoctor.watch.surroundings import usable_cpus
+
+NO_LOADER = "the loop's loader is not known: pass loader="
+_MOST_WORKERS = 8
+_ORDER = (
+    "the sampler draws in the training process, so batches and their order stay; a dataset that draws random numbers "
+    "itself draws others in a worker (kept by hand, workers that persist draw one seed less from torch's generator in "
+    "each epoch after the first, which shifts shuffling and dropout)"
+)
+
+
+def _refuse_loader(loop: Loop) -> str | None:
+    if loop.loader is None:
+        return NO_LOADER
+    if not isinstance(loop.loader, DataLoader):
+        return f"the loader is a {type(loop.loader).__name__}, no torch.utils.data.DataLoader"
+    return None
+
+
+def _refuse_workers(loop: Loop) -> str | None:
+    refusal = _refuse_loader(loop)
+    if refusal:
+        return refusal
+    loader: Any = loop.loader
+    if isinstance(loader.dataset, IterableDataset):
+        return "the dataset is an IterableDataset: each worker would give the whole stream unless it shards itself"
+    if loader.num_workers > 0:
+        return f"the loader has {loader.num_workers} workers already"
+    if usable_cpus() < 2:
+        return "this process may use one CPU; a worker would only take turns with it"
+    on_device = [name for name, value in vars(loader.dataset).items() if _on_device(value)]
+    if on_device:
+        return f"the dataset's {on_device[0]} lies on the device, which a worker process cannot use"
+    return None
+
+
+def _on_device(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "cpu"
+    return isinstance(value, tuple | list) and any(map(_on_device, value))
+
+
+def _refuse_pinning(loop: Loop) -> str | None:
+    refusal = needs_cuda(loop, "pinned memory") or _refuse_loader(loop)
+    if refusal:
+        return refusal
+    return "the loader pins already" if loop.loader.pin_memory else None  # type: ignore[union-attr]
+
+
+def _refuse_persistent(loop: Loop) -> str | None:
+    refusal = _refuse_loader(loop)
+    if refusal:
+        return refusal
+    loader: Any = loop.loader
+    if loader.num_workers == 0:
+        return "the loader has no workers; give it some first (dataloader_workers)"
+    return "the workers persist already" if loader.persistent_workers else None
+
+
+@contextmanager
+def _loader_set(loop: Loop, settings: Callable[[Any], dict[str, Any]]) -> Iterator[Loop]:
+    """Settings of the loader itself; they hold from its next `iter()` on. Workers started here are ended here."""
+    loader: Any = loop.loader
+    held = vars(loader)
+    wanted = settings(loader)
+    before = {name: held[name] for name in (*wanted, "_iterator") if name in held}
+    kind = type(loader)
+    drawing = _of_type(kind, lambda self: _iterated(self, kind))
+    try:
+        loader.__class__ = drawing
+        # Past __setattr__, which forbids some after construction; the loader reads all of them at its next iter().
+        held.update(wanted, _iterator=None)
+        yield loop
+    finally:
+        if type(loader) is drawing:
+            loader.__class__ = kind
+        ours = held.get("_iterator")
+        for name in (*wanted, "_iterator"):
+            held.pop(name, None)
+        held.update(before)
+        if ours is not None and ours is not before.get("_iterator"):
+            _end_workers(ours)
+
+
+def _of_type(kind: type, iterate: Callable[[Any], Iterator[Any]]) -> type:
+    """A loader's type with another `iter`, which Python looks up on the type and not on the object."""
+    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+
+
+def _iterated(loader: Any, kind: Any) -> Iterator[Any]:
+    """A new iterator draws a seed for its workers from torch's generator; one whose workers persist does not when it
+    is used again. The draw is made here, so that shuffling and dropout go on as they would have."""
+    if loader.persistent_workers and loader._iterator is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    batches: Iterator[Any] = kind.__iter__(loader)
+    return batches
+
+
+def _end_workers(iterator: Any) -> None:
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
+def _worker_settings(loader: Any) -> dict[str, Any]:
+    workers = max(1, min(_MOST_WORKERS, int(usable_cpus()) - 1))
+    return {"num_workers": workers, "prefetch_factor": loader.prefetch_factor or 2, "persistent_workers": True}
+
+
+def _refuse_prefetch(loop: Loop) -> str | None:
+    refusal = needs_cuda(loop, "prefetching to the device")
+    if refusal:
+        return refusal
+    if loop.loader is None:
+        return NO_LOADER
+    if type(loop.loader).__name__ == "DevicePrefetcher":
+        return "the loader is a DevicePrefetcher already"
+    return None
+
+
+@contextmanager
+def _prefetch(loop: Loop) -> Iterator[Loop]:
+    """Batches arrive on the device. A DataLoader is changed in place, so that a script's own name for it gives them;
+    anything else is replaced in the loop that is handed out."""
+    from perfdoctor.treat.prefetch import DevicePrefetcher
+
+    loader: Any = loop.loader
+    if not isinstance(loader, DataLoader):
+        prefetcher = DevicePrefetcher(loader, loop.device)
+        try:
+            yield replace(loop, loader=prefetcher)
+        finally:
+            prefetcher.close()
+        return
+    kind = type(loader)
+    prefetcher = DevicePrefetcher(_AsItWas(loader, kind), loop.device)
+    treated = _of_type(kind, lambda _: iter(prefetcher))
+    try:
+        loader.__class__ = treated
+        yield loop
+    finally:
+        if type(loader) is treated:
+            loader.__class__ = kind
+        prefetcher.close()
+
+
+class _AsItWas:
+    """A DataLoader's own batches, while the loader itself gives others."""
+
+    def __init__(self, loader: Any, kind: type) -> None:
+        self._loader = loader
+        self._kind: Any = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterator[Any] = self._kind.__iter__(self._loader)
+        return batches
+
+    def __len__(self) -> int:
+        return int(self._kind.__len__(self._loader))
+
+
+def _setting(settings: Callable[[Any], dict[str, Any]]) -> Any:
+    return functools.partial(_loader_set, settings=settings)
+
+
+LOADER = (
+    Treatment(
+        name="dataloader_workers",
+        cures=CURES["dataloader_workers"],
+        numerics=Numerics(why=_ORDER),
+        refuses=_refuse_workers,
+        applied=_setting(_worker_settings),
+        lines=("loader = DataLoader(..., num_workers=8, persistent_workers=True)",),
+    ),
+    Treatment(
+        name="pin_memory",
+        cures=CURES["pin_memory"],
+        numerics=Numerics(why="the same bytes, copied from pinned memory"),
+        refuses=_refuse_pinning,
+        applied=_setting(lambda _: {"pin_memory": True}),
+        lines=("loader = DataLoader(..., pin_memory=True)", "x = x.to(device, non_blocking=True)"),
+    ),
+    Treatment(
+        name="persistent_workers",
+        cures=CURES["persistent_workers"],
+        numerics=Numerics(why=_ORDER),
+        refuses=_refuse_persistent,
+        applied=_setting(lambda _: {"persistent_workers": True}),
+        lines=("loader = DataLoader(..., num_workers=8, persistent_workers=True)",),
+    ),
+    Treatment(
+        name="prefetch",
+        cures=CURES["prefetch"],
+        numerics=Numerics(why="the same bytes, copied earlier"),
+        refuses=_refuse_prefetch,
+        applied=_prefetch,
+        lines=("for batch in perfdoctor.DevicePrefetcher(loader, device):",),
+    ),
+)

@@ -1,0 +1,221 @@
+"""Treatments of the optimizer's part of a step: fused kernels, gradients set to None, our clip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+from perfdoctor.kernels.grad_stats import clip_grad_norm_
+from perfdoctor.treat.cures import CURES
+from perfdoctor.treat.treatment import Loop, Numerics, Treatment
+from perfdoctor.watch.patches import Patches
+
+NO_OPTIMIZER = "the loop's optimizer is not known: pass optimizers="
+# Kinds whose fused kernel exists on CUDA since torch 2.4; a subclass may have overridden step.
+_FUSED = {"cuda": ("Adam", "AdamW", "SGD"), "cpu": ("Adam", "AdamW", "SGD", "Adagrad")}
+_STEP = "step"  # the state that a fused kernel wants on the device
+
+
+def _refuse_fused(loop: Loop) -> str | None:
+    if not loop.optimizers:
+        return NO_OPTIMIZER
+    kinds = _FUSED.get(loop.device.type, ())
+    for optimizer in loop.optimizers:
+        refusal = _refuse_fused_kind(optimizer, kinds, loop.device.type)
+        if refusal:
+            return refusal
+    if all(group.get("fused") for optimizer in loop.optimizers for group in optimizer.param_groups):
+        return "the optimizer is fused already"
+    return None
+
+
+def _refuse_fused_kind(optimizer: torch.optim.Optimizer, kinds: tuple[str, ...], device: str) -> str | None:
+    kind = type(optimizer)
+    name = kind.__name__
+    if name not in kinds or kind is not getattr(torch.optim, name, None):
+        return f"{kind.__module__}.{name} has no fused kernel on {device} ({', '.join(kinds)} of torch.optim have)"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        return f"the parameters lie on several devices ({', '.join(devices)})"
+    if devices and not devices[0].startswith(device):
+        return f"the parameters lie on {devices[0]}, the loop runs on {device}"
+    odd = next((p.dtype for p in parameters if not p.is_floating_point()), None)
+    if odd is not None:
+        return f"a parameter is {odd}; fused kernels take real floating-point parameters"
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        return "a gradient is sparse; fused kernels take dense ones"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True excludes fused=True"
+    return None
+
+
+@contextmanager
+def _fused(loop: Loop) -> Iterator[Loop]:
+    undo: list[Callable[[], None]] = []
+    try:
+        for optimizer in loop.optimizers:
+            undo.append(_fuse(optimizer))
+        yield loop
+    finally:
+        for back in reversed(undo):
+            back()
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Switch the groups over; step counters go to the device and, with what they count by then, back again."""
+    flags = ("fused", "foreach")
+    groups = [({name: group[name] for name in flags if name in group}, group) for group in optimizer.param_groups]
+    attributes = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+    before = {name: vars(optimizer)[name] for name in attributes if name in vars(optimizer)}
+    homes = {p: held[_STEP].device for p, held in optimizer.state.items() if isinstance(held.get(_STEP), torch.Tensor)}
+    plain_home = torch.device("cpu")  # where a counter starts that is neither fused nor capturable
+
+    def back() -> None:
+        for kept, group in groups:
+            for name in flags:
+                group.pop(name, None)
+            group.update(kept)
+        for name in attributes:
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(before)
+        capturable = {p for group in optimizer.param_groups if group.get("capturable") for p in group["params"]}
+        for p, held in optimizer.state.items():
+            if isinstance(held.get(_STEP), torch.Tensor):
+                home = homes.get(p, p.device if p in capturable else plain_home)
+                held[_STEP] = held[_STEP].to(home)
+
+    try:
+        for _, group in groups:
+            group.update(fused=True, foreach=False)
+        # What the constructor sets with fused=True: GradScaler then leaves unscaling to the kernel and reads nothing.
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+        for p, held in optimizer.state.items():
+            if isinstance(held.get(_STEP), torch.Tensor):
+                held[_STEP] = held[_STEP].to(device=p.device, dtype=torch.float32)
+    except BaseException:
+        back()
+        raise
+    return back
+
+
+def _refuse_set_to_none(loop: Loop) -> str | None:
+    return None if loop.optimizers or loop.model is not None else NO_OPTIMIZER
+
+
+@contextmanager
+def _set_to_none(loop: Loop) -> Iterator[Loop]:
+    patches = Patches()
+    owners: list[Any] = [*loop.optimizers, *([loop.model] if loop.model is not None else [])]
+    try:
+        for owner in owners:
+            patches.replace(owner, "zero_grad", _always_none(owner.zero_grad))
+        yield loop
+    finally:
+        patches.undo()
+
+
+def _always_none(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def zero_grad(set_to_none: bool = True) -> None:
+        original(set_to_none=True)
+
+    return zero_grad
+
+
+def _refuse_clip(loop: Loop) -> str | None:
+    if loop.device.type != "cuda":
+        return f"our clip is one kernel on a CUDA device; the loop runs on {loop.device}"
+    if not loop.optimizers and loop.model is None:
+        return "neither model nor optimizer is known: pass one"
+    if _clip_cell() is None:
+        return f"torch {torch.__version__} builds clip_grad_norm_ otherwise; call perfdoctor.clip_grad_norm_ instead"
+    return None
+
+
+def _clip_cell() -> CellType | None:
+    """Where torch's clip_grad_norm_ keeps the function that it calls under no_grad.
+
+    Exchanged there, it is ours for everybody who has imported the name before.
+    """
+    outer: Any = torch.nn.utils.clip_grad_norm_
+    inner = getattr(outer, "__wrapped__", None)
+    cells = outer.__closure__ or () if isinstance(outer, FunctionType) else ()
+    return next((cell for cell in cells if inner is not None and cell.cell_contents is inner), None)
+
+
+@contextmanager
+def _our_clip(loop: Loop) -> Iterator[Loop]:
+    cell = _clip_cell()
+    if cell is None:
+        raise RuntimeError("refuses() was not asked: torch's clip_grad_norm_ has no inner function")
+    original = cell.cell_contents
+    ours: Callable[..., Any] = _through(original)
+    try:
+        cell.cell_contents = ours
+        yield loop
+    finally:
+        if cell.cell_contents is ours:
+            cell.cell_contents = original
+
+
+def _through(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Our clip with torch's signature. What ours leaves to torch comes back here, and then takes torch's own way."""
+    inside = False
+
+    def clip(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        nonlocal inside
+        if inside:
+            result: torch.Tensor = original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            return result
+        inside = True
+        try:
+            return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        finally:
+            inside = False
+
+    return clip
+
+
+OPTIMIZER = (
+    Treatment(
+        name="fused_optimizer",
+        cures=CURES["fused_optimizer"],
+        numerics=Numerics(
+            rtol=1e-4, why="the same formula in one kernel: products and sums are contracted (1e-7 a step)"
+        ),
+        refuses=_refuse_fused,
+        applied=_fused,
+        lines=("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)",),
+    ),
+    Treatment(
+        name="set_to_none",
+        cures=CURES["set_to_none"],
+        numerics=Numerics(
+            why="the same gradients, as long as each parameter gets one every step; where one gets none, the optimizer "
+            "skips it, instead of applying momentum and weight decay to a gradient of zeros",
+        ),
+        refuses=_refuse_set_to_none,
+        applied=_set_to_none,
+        lines=("optimizer.zero_grad(set_to_none=True)",),
+    ),
+    Treatment(
+        name="our_clip",
+        cures=CURES["our_clip"],
+        numerics=Numerics(rtol=1e-5, why="one float32 norm over all gradients instead of a norm of rounded norms"),
+        refuses=_refuse_clip,
+        applied=_our_clip,
+        lines=("perfdoctor.clip_grad_norm_(model.parameters(), max_norm)",),
+    ),
+)
