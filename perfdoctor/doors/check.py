@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Severity
-from perfdoctor.doors.script import ScriptStopped, _as_main, _execute, _load
+from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
 from perfdoctor.emulate import EmulatedDevice, emulate_cuda
 from perfdoctor.errors import UsageError
 from perfdoctor.record.call_site import HitLog
@@ -100,7 +100,7 @@ def check_script(
         UsageError: there is no such script, it failed, it made fewer than two optimizer updates, or there is no GPU.
     """
     linecache.checkcache()  # a file of the same name that was read before may have been another
-    program = _load(str(target), module=module)
+    program = load_program(str(target), module=module)
     ends: list[int] = []
 
     def ended(stamp: int) -> None:
@@ -111,8 +111,8 @@ def check_script(
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
     with _hooked_gpu() if on_gpu else _emulated() as (device, heal), _stepping(StepDetector(now, ended)):
-        with contextlib.redirect_stdout(sys.stderr), _as_main(program, arguments):
-            exit_code, _ = _execute(program)
+        with contextlib.redirect_stdout(sys.stderr), as_main(program, arguments):
+            exit_code, _ = execute_program(program)
         log, notes = device.log, device.notes
     if exit_code:
         raise UsageError(f"{target}: the script failed on {name} (exit code {exit_code}; see above)")

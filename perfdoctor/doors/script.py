@@ -8,8 +8,8 @@ import importlib.util
 import io
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -39,6 +39,7 @@ class ScriptOptions:
     keep_going: bool = False
     hits: HitLog | None = None
     profiled: bool | None = None
+    around: Callable[[Session], AbstractContextManager[Any]] = nullcontext  # entered before the session is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +62,13 @@ def run_script(target: str, arguments: Sequence[str] = (), options: ScriptOption
         UsageError: there is no such script or module, or it does not compile.
     """
     options = options or ScriptOptions()
-    program = _load(target, module=options.module)
+    program = load_program(target, module=options.module)
     session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
     if not options.keep_going:
         session.recorder.finished = _stop
-    with _as_main(program, arguments), session:
+    with as_main(program, arguments), options.around(session), session:
         session.recorder.batches.patch_loaders()
-        exit_code, stopped = _execute(program)
+        exit_code, stopped = execute_program(program)
     return ScriptRun(capture=session.capture, exit_code=exit_code, stopped=stopped)
 
 
@@ -83,7 +84,7 @@ class _Program:
     spec: importlib.machinery.ModuleSpec | None = None
 
 
-def _execute(program: _Program) -> tuple[int, bool]:
+def execute_program(program: _Program) -> tuple[int, bool]:
     main = sys.modules["__main__"]
     try:
         exec(program.code, main.__dict__)
@@ -123,7 +124,7 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _load(target: str, *, module: bool) -> _Program:
+def load_program(target: str, *, module: bool) -> _Program:
     return _load_module(target) if module else _load_file(Path(target))
 
 
@@ -159,7 +160,7 @@ def _load_module(name: str) -> _Program:
 
 
 @contextmanager
-def _as_main(program: _Program, arguments: Sequence[str]) -> Iterator[None]:
+def as_main(program: _Program, arguments: Sequence[str]) -> Iterator[None]:
     """`__main__`, `sys.argv` and `sys.path[0]` as the script expects them; ours again afterwards."""
     main = ModuleType("__main__")
     main.__dict__.update(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import GeneratorType, TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from perfdoctor.doors.rank_gathering import Gathering
 from perfdoctor.errors import SessionError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Capture
@@ -15,6 +16,7 @@ from perfdoctor.watch.plan import Plan
 from perfdoctor.watch.recorder import Recorder
 
 if TYPE_CHECKING:
+    from perfdoctor.doors.trial import LiveTrial
     from perfdoctor.report.page import Report
 
 T = TypeVar("T")
@@ -23,7 +25,16 @@ _running: Session | None = None
 _lock = threading.Lock()
 
 
-def watch(*, warmup: int = 5, active: int = 10, hits: HitLog | None = None, profiled: bool | None = None) -> Session:
+def watch(
+    *,
+    warmup: int = 5,
+    active: int = 10,
+    every_n_steps: int | None = None,
+    ranks: Sequence[int] | None = None,
+    rank_timeout_s: float = 60.0,
+    hits: HitLog | None = None,
+    profiled: bool | None = None,
+) -> Session:
     """A session that watches the training loop in its `with` block.
 
         with perfdoctor.watch() as session:
@@ -36,13 +47,32 @@ def watch(*, warmup: int = 5, active: int = 10, hits: HitLog | None = None, prof
     the loop goes on unwatched. The loop is never stopped, and no wait for the device is added inside a measured step:
     the profiler waits when it starts and stops, between two phases.
 
+    Under torchrun every rank that runs this watches itself. At the end of the block the others hand their recordings
+    in, and `diagnosis()` on rank 0 speaks of all of them; elsewhere it speaks of its own rank.
+
     Args:
         warmup: steps before anything is measured.
         active: steps in each phase.
+        every_n_steps: for a long run: a window like that every so many steps, and bare step times all through. The
+            session is then a `LongSession`: `.windows`, `.outliers`, `.step_ns`.
+        ranks: the ranks that record; all by default. The others run as if nobody watched.
+        rank_timeout_s: how long rank 0 waits for the recordings of the others.
         hits: the log of an emulated device, in place of live hooks. Inside `emulate_cuda()` it need not be given.
         profiled: False leaves the profiled phases out; True asks for them without CUDA as well.
     """
-    return Session(Plan(warmup=warmup, active=active), hits=hits, profiled=profiled)
+    kind, options = Session, {}
+    if every_n_steps is not None:
+        from perfdoctor.doors.long_session import LongSession
+
+        kind, options = LongSession, {"every_n_steps": every_n_steps}
+    session = kind(Plan(warmup=warmup, active=active), hits=hits, profiled=profiled, **options)
+    session.gathering = Gathering(ranks=tuple(ranks or ()), timeout_s=rank_timeout_s)
+    return session
+
+
+def running() -> Session | None:
+    """The session that watches this process's loop now, if there is one."""
+    return _running
 
 
 class Session:
@@ -53,6 +83,8 @@ class Session:
             raise SessionError(f"a session needs at least one step in each phase, got {plan}: pass warmup=5, active=10")
         self.recorder = Recorder(plan, hits, profiled)
         self._capture: Capture | None = None
+        self._live: LiveTrial | None = None
+        self.gathering: Gathering | None = None  # with the other ranks, where they watch themselves too
         self._entered = False
 
     def __enter__(self) -> Self:
@@ -65,7 +97,8 @@ class Session:
             _running = self
             self._entered = True
         try:
-            self.recorder.start()
+            if self.gathering is None or self.gathering.begin():
+                self.recorder.start()
         except BaseException:
             self._release()
             raise
@@ -79,11 +112,21 @@ class Session:
     def _release(self) -> None:
         global _running
         try:
+            if self._live is not None:
+                self._live.close()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        global _running
+        try:
             self.recorder.stop()
         finally:
             with _lock:
                 if _running is self:
                     _running = None
+            if self.gathering is not None:
+                self.gathering.hand_in(self.assembled)
 
     @property
     def done(self) -> bool:
@@ -96,7 +139,20 @@ class Session:
             raise SessionError("session.batches() belongs inside `with perfdoctor.watch() as session:`")
         if not isinstance(loader, GeneratorType):  # held, it would outlive the loop that breaks out of it
             self.recorder.batches.loader = loader
-        return Batches(loader, self.recorder.batches.next_of)
+        return Batches(loader, self._next_of, self._goes_on)
+
+    def _next_of(self, iterator: Iterator[T]) -> T:
+        live = self._live
+        fetch = live.next_of if live is not None and (live.running or live.over) else self._fetch
+        batch: T = fetch(iterator)
+        return batch
+
+    def _fetch(self, iterator: Iterator[Any]) -> Any:
+        return self.recorder.batches.next_of(iterator)
+
+    def _goes_on(self) -> bool:
+        """Whether a loader that has ended is to be begun again."""
+        return self._live is not None and self._live.running
 
     def step(self) -> None:
         """Say that a step ends here: for loops whose updates no torch optimizer makes."""
@@ -113,28 +169,68 @@ class Session:
         """
         if not self._entered or _running is self:
             raise SessionError("the recording is ready after the `with` block of the session")
+        return self.assembled()
+
+    def assembled(self) -> Capture:
+        """The recording once every phase is over. Waits for the device."""
         if self._capture is None:
             self._capture = assemble(self.recorder)
         return self._capture
+
+    def trial(self, *, steps: int = 100_000, seconds: float = 120.0, suspects: int = 6, model: Any = None) -> LiveTrial:
+        """After the watched phases, try the running loop without each suspect: what does each really give back?
+
+            with perfdoctor.watch() as session:
+                trial = session.trial(model=model)
+                for batch in session.batches(loader):
+                    train_step(batch)
+            print(trial.report())
+
+        The loop over `session.batches(...)` ends by itself when the trial is over. Its steps are thrown away: what
+        they changed in the parameters, the optimizers and the random states is put back, in the buffers too where
+        `model` is given.
+
+        Args:
+            steps: at most so many steps after the watched ones.
+            seconds: at most so long.
+            suspects: at most so many findings are tried.
+            model: the module (or modules) whose buffers are to be put back.
+
+        Raises:
+            SessionError: the `with` block is not running, or its phases are over.
+        """
+        from perfdoctor.doors.trial import LiveTrial
+        from perfdoctor.trial.runner import Limits
+
+        if _running is not self or self.done or self._live is not None:
+            raise SessionError("session.trial() belongs at the start of `with perfdoctor.watch() as session:`, once")
+        self._live = LiveTrial(self, Limits(steps=steps, seconds=seconds), suspects=suspects, models=model)
+        return self._live
 
     def diagnosis(self) -> Report:
         """What the loop loses, where, and what would come back: `print` it, or look at its fields."""
         from perfdoctor.diagnose import diagnose
         from perfdoctor.report.page import Report
 
-        return Report.of(diagnose(self.capture))
+        if self._live is not None and self._live.measured and _running is not self:
+            return Report.of(self._live.outcome().diagnosis)
+        gathering = self.gathering
+        return Report.of(diagnose(self.capture) if gathering is None else gathering.diagnosis(self.capture))
 
 
 class Batches(Generic[T]):
     """A loader seen through a session: iterate it, or call `next` on it by hand."""
 
-    def __init__(self, loader: Iterable[T], fetch: Callable[[Iterator[T]], T]) -> None:
+    def __init__(
+        self, loader: Iterable[T], fetch: Callable[[Iterator[T]], T], goes_on: Callable[[], bool] = lambda: False
+    ) -> None:
         self._loader = loader
         self._fetch = fetch
+        self._goes_on = goes_on
         self._iterator: Iterator[T] | None = None
 
     def __iter__(self) -> Iterator[T]:
-        return Batches(self._loader, self._fetch)._started()
+        return Batches(self._loader, self._fetch, self._goes_on)._started()
 
     def __next__(self) -> T:
         if self._iterator is None:
@@ -151,9 +247,14 @@ class Batches(Generic[T]):
     def _started(self) -> Iterator[T]:
         fetch = self._fetch
         iterator = iter(self._loader)
+        fetched = False
         while True:
             try:
                 batch = fetch(iterator)
             except StopIteration:
-                return
+                if not (fetched and self._goes_on()):
+                    return
+                iterator, fetched = iter(self._loader), False
+                continue
+            fetched = True
             yield batch

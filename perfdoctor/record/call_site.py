@@ -19,7 +19,7 @@ from perfdoctor.record.owners import PERFDOCTOR, PYTHON, USER, file_owner, packa
 __all__ = ["Hit", "HitLog", "SiteTable", "library_kind", "own_frame", "user_frame"]
 
 _UNKNOWN, _BASE, _SKIPPED, _LIBRARY, _USER, _NESTED = range(-2, 4)
-_HOOK_ROOMS = tuple(f"perfdoctor/{room}/" for room in ("record", "watch", "emulate", "doors"))
+_HOOK_ROOMS = tuple(f"perfdoctor/{room}/" for room in ("record", "watch", "emulate", "trial", "doors"))
 _SCRIPT_DOOR = "perfdoctor/doors/script.py"
 _NESTED_NAMES = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>"))
 
@@ -155,7 +155,7 @@ def _role(code: CodeType) -> int:
     if owner == PERFDOCTOR:
         # Treatments and kernels are code that a loop calls, and may be guilty; the hooks themselves never are.
         path = package_path(file)
-        if path == _SCRIPT_DOOR and code.co_name == "_execute":
+        if path == _SCRIPT_DOOR and code.co_name == "execute_program":
             return _BASE  # what called perfdoctor to run a script is no part of the script
         return _SKIPPED if path.startswith(_HOOK_ROOMS) else _LIBRARY
     if owner == PYTHON and file.rsplit("/", 1)[-1].rsplit("\\", 1)[-1] in ("warnings.py", "_py_warnings.py"):

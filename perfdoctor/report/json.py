@@ -13,7 +13,8 @@ what was not measured is null, never 0. The keys at the top:
                     site (file, line, function, owner, text, exact, library, caller) or null, count,
                     count_per_micro_batch, host_blocked_ms, gpu_idle_ms, headroom (low_ms, mid_ms, high_ms) or null with
                     the reason in `withheld`, headroom_ratio (of the step), hours_per_day, afterwards, basis,
-                    advice (text, lines), treatments, evidence_ms ([start, end] on the recording's clock)
+                    advice (text, lines), treatments, evidence_ms ([start, end] on the recording's clock),
+                    measured_saving (mid_ms, low_ms, high_ms: its 95 % interval, significant, basis) or null
     leave_alone     findings under 1 % of the step, in the same form
     skipped         checks that could not judge: check, why
     accounting      where a step goes: window_ms = busy_ms + idle_by_code_ms + unexplained_ms; null without a device
@@ -23,6 +24,10 @@ what was not measured is null, never 0. The keys at the top:
     ranks           one row for each of several ranks: rank, path, step_ms, gpu_busy_ratio, exposed_communication_ms,
                     note
     advice          remarks on the whole loop
+    trial           after `perfdoctor trial` only: base (median_ms, low_ms, high_ms: quartiles of the blocks), arms
+                    (each: code, site or null for all together, mode, text, prediction, saving, num_pairs), refused
+                    (code, site, why), order (code, site: fix them in this order), num_steps, block_steps, rounds,
+                    left_out, complete, notes
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from perfdoctor.diagnose.finding import Accounting, Diagnosis, Finding, StepTime
+from perfdoctor.diagnose.finding import Accounting, Diagnosis, Finding, Saving, StepTime
 from perfdoctor.record.capture import Frame, Overhead, Site
 from perfdoctor.report import phrases
 from perfdoctor.units import ms
@@ -110,7 +115,7 @@ def _finding(finding: Finding, step: StepTime | None) -> dict[str, Any]:
         "severity": finding.severity.value,
         "title": finding.title,
         "kind": finding.kind,
-        "site": None if finding.site is None else _site(finding.site),
+        "site": None if finding.site is None else site_document(finding.site),
         "count": finding.count,
         "count_per_micro_batch": finding.count_per_micro_batch,
         "host_blocked_ms": _optional_ms(finding.host_blocked_ns),
@@ -126,10 +131,25 @@ def _finding(finding: Finding, step: StepTime | None) -> dict[str, Any]:
         "advice": None if advice is None else {"text": advice.text, "lines": list(advice.lines)},
         "treatments": list(finding.treatments),
         "evidence_ms": [[ms(start), ms(end)] for start, end in finding.evidence],
+        "measured_saving": saving_document(finding.measured_saving),
     }
 
 
-def _site(site: Site) -> dict[str, Any]:
+def saving_document(saving: Saving | None) -> dict[str, Any] | None:
+    """What a trial measured, as plain values; None where there was none."""
+    if saving is None:
+        return None
+    return {
+        "mid_ms": ms(saving.median_ns),
+        "low_ms": ms(saving.low_ns),
+        "high_ms": ms(saving.high_ns),
+        "significant": saving.significant,
+        "basis": saving.basis,
+    }
+
+
+def site_document(site: Site) -> dict[str, Any]:
+    """A site as plain values."""
     return {
         **_frame(site.frame),
         "owner": site.owner,

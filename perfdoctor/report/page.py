@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Self
 
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.report.html import render_html
 from perfdoctor.report.json import render_json
 from perfdoctor.report.text import WIDTH, render_text
+from perfdoctor.treat.cures import treatments_for
 
 
 class Report(Diagnosis):
@@ -25,8 +26,11 @@ class Report(Diagnosis):
 
     @classmethod
     def of(cls, diagnosis: Diagnosis) -> Self:
-        """The same diagnosis as a Report."""
-        return cls(**{f.name: getattr(diagnosis, f.name) for f in fields(diagnosis)})
+        """The same diagnosis as a Report, each finding with the names of the treatments that cure it."""
+        rows = {f.name: getattr(diagnosis, f.name) for f in fields(diagnosis)}
+        for name in ("findings", "leave_alone"):
+            rows[name] = tuple(replace(found, treatments=treatments_for(found.code)) for found in rows[name])
+        return cls(**rows)
 
     def __str__(self) -> str:
         """The page of text for standard output, without its last newline."""

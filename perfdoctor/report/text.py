@@ -84,7 +84,8 @@ def _prominent(number: int, finding: Finding, diagnosis: Diagnosis, width: int, 
     if finding.advice is not None:
         rows += _row("do", finding.advice.text, width)
         rows += [((" " * (_INDENT + _LABEL) + "  ", ""), (line, "code")) for line in finding.advice.lines]
-    rows += _row("treatments", ", ".join(finding.treatments), width)
+    tried = ",".join(finding.treatments)
+    rows += _row("try", f"perfdoctor trial --treat={tried}" if tried else "", width)
     rows += _row("basis", finding.basis, width, "faint")
     return rows
 

@@ -1,0 +1,237 @@
+"""A slow and a fixed script, and what the fix gives back: both run in one process, in turn, block by block.
+
+One process to the next differs by up to 7 % on one machine, so the truth is measured inside one: each script runs in a
+thread of its own, only one at a time, and hands over after a block of optimizer steps with the device drained. The
+first steps of a block are not counted. Blocks go slow fixed fixed slow ..., and each pair of neighbours gives one
+difference.
+
+In `slow.py` the guilty lines end in `# GUILTY: kind`; the comment is stripped before perfdoctor sees the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+_MARK = re.compile(r"[ \t]*# GUILTY:[^\n]*")
+_RESULT = "\nperfdoctor-pair "
+_MANY_STEPS = 100_000  # the scripts are stopped, they do not end
+_EDGE, _WARMUP = 4, 12
+_BLOCK_MS, _FEWEST, _MOST = 250.0, 6, 60
+_ROUNDS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What the fix gives back, in ms a step: `saved` is the median of paired differences, low and high its 95 %."""
+
+    slow: float
+    fixed: float
+    saved: float
+    low: float
+    high: float
+    num_pairs: int
+    num_steps: int  # counted in a block
+
+
+def find_pairs(folders: Sequence[Path]) -> list[Path]:
+    """Folders with slow.py and fixed.py: those named, and those in the folders named."""
+    found = [folder for folder in folders if (folder / "slow.py").exists()]
+    for folder in folders:
+        found += sorted(path.parent for path in folder.glob("*/slow.py"))
+    return [pair for pair in dict.fromkeys(found) if (pair / "fixed.py").exists()]
+
+
+def guilty_lines(script: Path) -> set[int]:
+    """The numbers of the marked lines."""
+    return {i for i, line in enumerate(script.read_text().splitlines(), 1) if _MARK.search(line)}
+
+
+def run_verb(verb: str, script: Path, steps: int, options: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON report of `perfdoctor VERB` on the script without its marks."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy, out = Path(folder) / "slow.py", Path(folder) / "report.json"
+        copy.write_text(_MARK.sub("", script.read_text()))
+        command = [sys.executable, "-m", "perfdoctor", verb, "--format", "json", "-o", str(out), *options, str(copy)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(steps), cwd=folder)
+        if not out.exists():
+            raise RuntimeError(f"{script}: perfdoctor {verb} ended with {done.returncode}\n{done.stderr[-2000:]}")
+        report: dict[str, Any] = json.loads(out.read_text())
+        return report
+
+
+def measure_truth(pair: Path, rounds: int = _ROUNDS) -> Truth:
+    """Run both scripts of a pair in a process of their own."""
+    command = [sys.executable, "-m", "perfdoctor.bench.pair_scripts", str(pair), "--rounds", str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(_MANY_STEPS))
+    if _RESULT not in done.stdout:
+        raise RuntimeError(f"{pair}: ended with {done.returncode}\n{done.stderr[-2000:]}")
+    return Truth(**json.loads(done.stdout.rsplit(_RESULT, 1)[1]))
+
+
+def environment(steps: int) -> dict[str, str]:
+    """Of a child: how many steps the script makes, and where perfdoctor lies."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "STEPS": str(steps), "PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))}
+
+
+def conditions() -> str:
+    """GPU, versions, CPUs: one line."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"no GPU, torch {torch.__version__}, {os.cpu_count()} CPUs"
+    return (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {os.cpu_count()} CPUs"
+    )
+
+
+class _Stop(BaseException):
+    """Unwinds a script."""
+
+
+class _Runner(threading.Thread):
+    """One script in a thread: it runs only while it holds the baton, and gives it back after `steps` steps."""
+
+    def __init__(self, script: Path, clock: Callable[[], Any]) -> None:
+        super().__init__(daemon=True, name=script.stem)
+        self.script, self.clock = script, clock
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.left = 0
+        self.marks: list[Any] = []
+        self.stopping = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self.go.acquire()
+        code = compile(self.script.read_text(), str(self.script), "exec")
+        space = {"__name__": "__main__", "__file__": str(self.script)}
+        try:
+            exec(code, space)
+            self.error = RuntimeError(f"{self.script} ended before it was stopped")
+        except _Stop:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.release()
+
+    def stepped(self) -> None:
+        """At the end of an optimizer step, in this thread."""
+        self.marks.append(self.clock())
+        self.left -= 1
+        if self.left > 0:
+            return
+        self.done.release()
+        self.go.acquire()
+        if self.stopping:
+            raise _Stop
+
+    def block(self, steps: int) -> list[Any]:
+        """From the main thread: let the script make `steps` steps, and wait. The clock's marks at their ends."""
+        self.left, self.marks = steps, []
+        self.go.release()
+        self.done.acquire()
+        if self.error is not None:
+            raise self.error
+        return self.marks
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.go.release()
+        self.join(60)
+
+
+def alternate(pair: Path, rounds: int) -> Truth:
+    """Both scripts in this process, in turn."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    cuda = torch.cuda.is_available()
+    clock = _event if cuda else time.perf_counter_ns
+    runners = [_Runner(pair / name, clock) for name in ("slow.py", "fixed.py")]
+
+    def stepped(*_: Any) -> None:
+        current = threading.current_thread()
+        if isinstance(current, _Runner):
+            current.stepped()
+
+    def timed(runner: _Runner, steps: int) -> float:
+        marks = runner.block(_EDGE + 1 + steps)
+        if cuda:
+            torch.cuda.synchronize()
+        return _ms(marks[_EDGE], marks[-1]) / steps
+
+    hook = register_optimizer_step_post_hook(stepped)
+    try:
+        for runner in runners:
+            runner.start()
+        first = max(timed(runner, _WARMUP) for runner in runners)
+        first = max(timed(runner, _FEWEST) for runner in runners) or first
+        steps = min(max(round(_BLOCK_MS / first), _FEWEST), _MOST)
+        times: list[list[float]] = [[], []]
+        for turn in range(rounds):
+            for index in (0, 1) if turn % 2 == 0 else (1, 0):
+                times[index].append(timed(runners[index], steps))
+    finally:
+        for runner in runners:
+            if runner.is_alive():
+                runner.stop()
+        hook.remove()
+    return _truth(times[0], times[1], steps)
+
+
+def _truth(slow: Sequence[float], fixed: Sequence[float], steps: int) -> Truth:
+    """Medians, and the 95 % bootstrap interval of the median of the paired differences (fixed seed)."""
+    saved = np.array(slow) - np.array(fixed)
+    drawn = np.median(np.random.default_rng(0).choice(saved, (4000, len(saved))), axis=1)
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return Truth(
+        slow=median(slow), fixed=median(fixed), saved=float(np.median(saved)), low=float(low), high=float(high),
+        num_pairs=len(saved), num_steps=steps,
+    )  # fmt: skip
+
+
+def _event() -> Any:
+    import torch
+
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _ms(first: Any, last: Any) -> float:
+    return (last - first) / 1e6 if isinstance(first, int) else float(first.elapsed_time(last))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the fix of one pair gives back, as JSON: `scripts/bench pair_scripts FOLDER`."""
+    from dataclasses import asdict
+
+    parser = argparse.ArgumentParser(prog="scripts/bench pair_scripts")
+    parser.add_argument("pair", type=Path)
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    options = parser.parse_args(argv)
+    os.environ.setdefault("STEPS", str(_MANY_STEPS))
+    truth = alternate(options.pair, options.rounds)
+    print(f"{_RESULT}{json.dumps(asdict(truth))}", flush=True)
+    os._exit(0)  # threads and loaders of stopped scripts may still hold on
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""`perfdoctor compare BEFORE AFTER`: did the edit help, beyond the noise, and did the report promise it rightly."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from perfdoctor.cli.output import Outcome, Parser, check_output
+from perfdoctor.report.compare import (
+    render_comparison_github,
+    render_comparison_json,
+    render_comparison_text,
+    sentence,
+)
+from perfdoctor.trial.compared_run import read_run
+from perfdoctor.trial.comparison import RUN_NOISE_RATIO, compare
+
+_RENDERERS = {
+    "text": render_comparison_text,
+    "json": render_comparison_json,
+    "github": render_comparison_github,
+}
+
+
+def execute(argv: Sequence[str]) -> Outcome:
+    """Read both files, compare, render.
+
+    Raises:
+        UsageError: wrong options, or a file without timed steps.
+        CaptureError, OSError: a file cannot be read.
+    """
+    options = _parser().parse_args(argv)
+    check_output(options.output)
+    found = compare(read_run(options.before), read_run(options.after), run_noise_ratio=options.run_noise / 100)
+    exceeded = options.gate is not None and found.exceeds(options.gate)
+    messages = (f"gate: {sentence(found)} That is over {options.gate:g} %.",) if exceeded else ()
+    text = _RENDERERS[options.format](found)
+    return Outcome(text=text, path=options.output, exit_code=int(exceeded), messages=messages)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="perfdoctor compare", allow_abbrev=False, description=__doc__)
+    form = "a report (--format json of run, analyze or trial), a saved capture, or a trace"
+    parser.add_argument("before", metavar="BEFORE", help=form)
+    parser.add_argument("after", metavar="AFTER", help="the same after the edit")
+    parser.add_argument("--format", choices=tuple(_RENDERERS), default="text", help="of the answer (text)")
+    parser.add_argument("-o", "--output", metavar="FILE", default="", help="write it there, whole or not at all")
+    parser.add_argument(
+        "--gate",
+        metavar="PCT",
+        type=_share,
+        help="exit with 1 when AFTER is slower by more than PCT percent, and slower beyond the noise",
+    )
+    parser.add_argument(
+        "--run-noise",
+        metavar="PCT",
+        type=_share,
+        default=100 * RUN_NOISE_RATIO,
+        help=f"what the step of one script differs by from process to process, one standard deviation "
+        f"({100 * RUN_NOISE_RATIO:g}); 0 trusts the steps alone",
+    )
+    return parser
+
+
+def _share(text: str) -> float:
+    value = float(text)  # argparse turns the ValueError into a complaint
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no percentage of 0 or more")
+    return value

@@ -1,0 +1,110 @@
+"""`perfdoctor trial [options] script.py args...`: a throw-away run that measures what each suspect really costs.
+
+The script is watched, then its loop goes on with one suspect after the other switched off and on in blocks of steps.
+What it writes goes to a scratch folder and is deleted. It must run long enough: some 50 steps are watched, a few
+hundred to two thousand tried, then it is stopped. It advances whatever outside stream it reads from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from perfdoctor.cli.output import Outcome, Parser, check_output
+from perfdoctor.cli.run import Command, split_command
+from perfdoctor.errors import UsageError
+
+
+def execute(argv: Sequence[str]) -> Outcome:
+    """Try the script. Its own exit code wins where it is not 0.
+
+    Raises:
+        UsageError: wrong options, no such script, no torch, or a trial would be wrong here.
+        OSError: the report cannot be written.
+    """
+    command = split_command(argv)
+    options = _parser().parse_args(command.own)
+    if not command.target:
+        raise UsageError(
+            "no script: perfdoctor trial [options] script.py args..., or -m module (--help lists the options)"
+        )
+    check_output(options.output)
+    run = _try(command, options)
+    from perfdoctor.report.trial import TrialReport
+
+    report = TrialReport.of(run.outcome)
+    messages = (f"the script ended with exit code {run.exit_code}",) if run.exit_code else ()
+    text = report.to_json() if options.format == "json" else report.to_text()
+    return Outcome(text=text, path=options.output, exit_code=run.exit_code, messages=messages)
+
+
+def _try(command: Command, options: argparse.Namespace) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
+    from perfdoctor.doors.trial import TrialOptions, run_trial
+    from perfdoctor.trial.runner import Limits
+
+    emulated = options.device == "emulated"
+    if emulated and torch.cuda.is_available():
+        raise UsageError("--device emulated: there is a GPU here, whose times are the ones that count")
+    with _emulated() if emulated else nullcontext() as device:
+        return run_trial(
+            command.target,
+            command.arguments,
+            TrialOptions(
+                module=command.module,
+                warmup=options.warmup,
+                active=options.active,
+                limits=Limits(steps=options.steps, seconds=options.seconds),
+                suspects=options.suspects,
+                hits=None if device is None else device.log,
+            ),
+        )
+
+
+def _emulated() -> Any:
+    from perfdoctor.emulate import emulate_cuda
+
+    return emulate_cuda()
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="perfdoctor trial",
+        usage="perfdoctor trial [options] script.py args...\n       perfdoctor trial [options] -m module args...",
+        allow_abbrev=False,
+        description="Measure what each suspect of a training loop really costs, in a throw-away run.",
+    )
+    parser.add_argument("--warmup", type=_count, default=5, metavar="N", help="steps before anything is measured (5)")
+    parser.add_argument("--active", type=_count, default=10, metavar="N", help="steps in each watched phase (10)")
+    parser.add_argument("--steps", type=_count, default=100_000, metavar="N", help="at most so many steps on trial")
+    parser.add_argument("--seconds", type=_seconds, default=120.0, metavar="S", help="at most so long on trial (120)")
+    parser.add_argument("--suspects", type=_count, default=6, metavar="N", help="at most so many findings tried (6)")
+    parser.add_argument(
+        "--device",
+        choices=("real", "emulated"),
+        default="real",
+        help="emulated: a CUDA device in name only, whose times are those of the CPU (real)",
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the report (text)")
+    parser.add_argument("-o", "--output", metavar="FILE", default="", help="write the report there")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)  # argparse turns the ValueError into a complaint
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least one is needed")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text}: between 1 and 3600")
+    return value

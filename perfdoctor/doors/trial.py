@@ -1,0 +1,217 @@
+"""The trial's doors: `session.trial()` for a loop in hand, `run_trial` for an unmodified script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from perfdoctor.diagnose import diagnose
+from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.session import Session
+from perfdoctor.errors import SessionError, TrialRefused
+from perfdoctor.record.call_site import HitLog
+from perfdoctor.report.trial import TrialReport
+from perfdoctor.treat.snapshot import Snapshot
+from perfdoctor.trial.loader_replay import LoaderReplay
+from perfdoctor.trial.outcome import TrialOutcome
+from perfdoctor.trial.runner import Limits, Trial
+from perfdoctor.trial.sandbox import Sandbox
+from perfdoctor.trial.suspects import MOST_SUSPECTS, Surroundings, choose_suspects
+from perfdoctor.watch.plan import Plan
+
+
+class LiveTrial:
+    """A trial of the loop that a session watches. It begins by itself after the session's last phase.
+
+    `over` once everything is measured and put back; `report()` after the loop. With `restored`, what the trial's steps
+    changed (parameters, buffers, optimizer state, random states) is put back when it ends.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        limits: Limits,
+        *,
+        suspects: int = MOST_SUSPECTS,
+        ended: Callable[[], None] = lambda: None,
+        restored: bool = True,
+        models: Any = None,
+    ) -> None:
+        self.replay = LoaderReplay(session.recorder.steps.requested)
+        self.problem: BaseException | None = None
+        self._session = session
+        self._limits = limits
+        self._suspects = suspects
+        self._ended = ended
+        self._restored = restored
+        self._models = models
+        self._before: Snapshot | None = None
+        self._trial: Trial | None = None
+        self._over = False
+        session.recorder.following = self._step
+        session.recorder.finished = self._begin
+
+    @property
+    def running(self) -> bool:
+        """Whether the session is over and the trial is not."""
+        return self._trial is not None and not self._over
+
+    @property
+    def over(self) -> bool:
+        """Whether the loop may end."""
+        return self._over
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is an outcome."""
+        return self._trial is not None and self.problem is None
+
+    def report(self) -> TrialReport:
+        """What was measured: `print` it, or look at its fields.
+
+        Raises:
+            SessionError: the loop ended before the trial began.
+            TrialRefused: the trial would have been wrong here.
+        """
+        return TrialReport.of(self.outcome())
+
+    def outcome(self) -> TrialOutcome:
+        """The figures behind `report()`; raises as it does."""
+        if self.problem is not None:
+            raise self.problem
+        if self._trial is None:
+            raise SessionError(
+                "the loop ended before the trial began: it needs some 50 steps to be watched and a few hundred to be "
+                "tried; let it run longer"
+            )
+        return self._trial.outcome()
+
+    def close(self) -> None:
+        """Take everything back, at whatever point."""
+        if not self._over and self._trial is not None:
+            self._over = True
+            try:
+                self._trial.finish()
+            finally:
+                self._put_back()
+        self._over = True
+
+    def next_of(self, iterator: Iterator[Any]) -> Any:
+        """`next(iterator)` for batches that the session hands out. Raises StopIteration once the trial is over."""
+        if self._over:
+            raise StopIteration
+        return self.replay.next_of(iterator)
+
+    def _begin(self) -> None:
+        try:
+            _refuse_ranks()
+            optimizers = [each for ref in self._session.recorder.steps.optimizers.values() if (each := ref())]
+            diagnosis = diagnose(self._session.assembled())
+            surroundings = Surroundings(optimizers=tuple(optimizers), replay=self.replay)
+            suspects, left_out = choose_suspects(diagnosis, surroundings, self._suspects)
+            self._keep(optimizers)
+            trial = Trial(diagnosis, suspects, self.replay, limits=self._limits, left_out=left_out, ended=self._end)
+            trial.start()
+            self._trial = trial
+        except Exception as error:  # told by report(): the user's loop goes on, or is stopped on purpose
+            self.problem = error
+            self._over = True
+            self._ended()
+
+    def _step(self, stamp: Any) -> None:
+        if self._trial is not None:
+            self._trial.step_ended(stamp)
+
+    def _end(self) -> None:
+        self._over = True
+        self._put_back()
+        self._session.recorder.following = None
+        self._session.recorder.steps.idle = True
+        self._ended()
+
+    def _keep(self, optimizers: list[Any]) -> None:
+        if self._restored:
+            parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+            self._before = Snapshot.take(self._models if self._models is not None else parameters, optimizers)
+
+    def _put_back(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.restore()
+
+
+def _refuse_ranks() -> None:
+    distributed: Any = sys.modules["torch"].distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise TrialRefused(
+            f"this loop runs on {distributed.get_world_size()} ranks, which could not agree on what to switch when: "
+            "try it on one rank"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOptions:
+    """How to try a script. `hits` is the log of an emulated device."""
+
+    module: bool = False
+    warmup: int = 5
+    active: int = 10
+    limits: Limits = field(default_factory=Limits)
+    suspects: int = MOST_SUSPECTS
+    hits: HitLog | None = None
+    profiled: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptTrial:
+    """What came of a script on trial. `exit_code` is its own, 0 where it was stopped on purpose."""
+
+    outcome: TrialOutcome
+    exit_code: int
+    stopped: bool
+
+
+def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions | None = None) -> ScriptTrial:
+    """Run `target` as `python` would, watch its loop, then try it without each suspect; its files are thrown away.
+
+    Raises:
+        UsageError: there is no such script or module, or it does not compile.
+        SessionError: the script ended before the trial began.
+        TrialRefused: a trial of this loop would be wrong.
+    """
+    options = options or TrialOptions()
+    program = load_program(target, module=options.module)
+    session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
+    live = LiveTrial(session, options.limits, suspects=options.suspects, ended=_stop, restored=False)
+    box = Sandbox()
+    with ExitStack() as stack:
+        stack.enter_context(box)
+        stack.enter_context(as_main(program, arguments))
+        stack.enter_context(session)
+        stack.callback(live.close)
+        session.recorder.batches.patch_loaders()
+        exit_code, stopped = execute_program(program)
+    outcome = live.outcome()
+    outcome = replace(
+        outcome,
+        diagnosis=replace(outcome.diagnosis, source=target),
+        notes=(*outcome.notes, *_files(box)),
+    )
+    return ScriptTrial(outcome=outcome, exit_code=exit_code, stopped=stopped)
+
+
+def _stop() -> None:
+    raise ScriptStopped
+
+
+def _files(box: Sandbox) -> list[str]:
+    notes = []
+    if box.files:
+        shown = ", ".join(box.files[:10]) + (f" and {len(box.files) - 10} more" if len(box.files) > 10 else "")
+        notes.append(f"written to a scratch folder and deleted: {shown}")
+    if box.kept:
+        notes.append(f"the script replaced or deleted {', '.join(box.kept[:10])}: the real ones are untouched")
+    return [*notes, *box.escaped]

@@ -1,0 +1,183 @@
+"""A Comparison as text, as JSON, and as GitHub's workflow commands. Pure: Comparison -> str.
+
+The JSON's keys at the top: schema_version (1), change ('faster', 'slower', 'no difference'), difference_ms (after less
+before) with low_ms, high_ms, ratio (of the step before) and rule; before and after (path, median_ms, low_ms, high_ms,
+num_steps, basis, samples_per_s); prediction (predicted_ms, counterfactual_ms, measured_ms, error_ratio of the step
+before; null where nothing that was priced is gone); findings (gone, new, kept); warnings.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from perfdoctor.report.lines import Line, plain, wrapped
+from perfdoctor.trial.compared_run import ComparedRun, FindingRow
+from perfdoctor.trial.comparison import Change, Comparison
+from perfdoctor.units import format_ms, format_ratio_change, format_spread, ms
+
+SCHEMA_VERSION = 1
+WIDTH = 96
+_LABEL = 16
+
+
+def render_comparison_text(comparison: Comparison) -> str:
+    """The page, ending in a newline."""
+    lines: list[Line] = wrapped(sentence(comparison), WIDTH, style="strong")
+    lines += [(), *_runs(comparison)]
+    for text in comparison.warnings:
+        lines += wrapped(text, WIDTH, label="warning", indent=_LABEL)
+    lines += [(), *_findings(comparison)]
+    if scored := prediction(comparison):
+        lines += [(), *wrapped(scored, WIDTH, label="prediction", indent=_LABEL)]
+    lines += [(), *wrapped(f"Interval: {comparison.rule}.", WIDTH)]
+    return plain(lines)
+
+
+def sentence(comparison: Comparison) -> str:
+    """The answer: faster, slower or no difference, by how much, within what."""
+    interval = f"{_signed(comparison.low_ns)} to {_signed(comparison.high_ns)}"
+    steps = f"{format_ms(comparison.before.median_ns)} -> {format_ms(comparison.after.median_ns)} a step"
+    if comparison.change is Change.NONE:
+        return f"No difference: {steps}; the interval of after less before, {interval}, holds zero."
+    return (
+        f"{comparison.change.value.capitalize()} by {format_ms(abs(comparison.difference_ns))} "
+        f"({format_ratio_change(comparison.ratio)}): {steps}; after less before {interval}."
+    )
+
+
+def prediction(comparison: Comparison) -> str:
+    """What the findings that are gone were said to give back, beside what came; '' where none is gone."""
+    if not comparison.gone:
+        return ""
+    measured = (
+        f"measured {_signed(-comparison.difference_ns)} "
+        f"({_signed(-comparison.high_ns)} to {_signed(-comparison.low_ns)})"
+    )
+    said = [] if comparison.predicted_ns is None else [f"headroom {format_ms(comparison.predicted_ns)}"]
+    if comparison.counterfactual_ns is not None:
+        said.append(f"counterfactual {format_ms(comparison.counterfactual_ns)}")
+    if not said:
+        return f"what is gone had not been priced; {measured}"
+    error = _error_ratio(comparison)
+    several = ", each alone" if len(comparison.gone) > 1 else ""
+    off = "" if error is None else f"; off by {format_ratio_change(error)} of the step"
+    return f"{', '.join(said)}{several}; {measured}{off}"
+
+
+def _error_ratio(comparison: Comparison) -> float | None:
+    """Predicted less measured, as a share of the step before; the trial's figure where there is one."""
+    said = comparison.predicted_ns if comparison.counterfactual_ns is None else comparison.counterfactual_ns
+    return None if said is None else (said + comparison.difference_ns) / comparison.before.median_ns
+
+
+def _runs(comparison: Comparison) -> list[Line]:
+    lines: list[Line] = []
+    for label, run in (("before", comparison.before), ("after", comparison.after)):
+        rate = "" if run.samples_per_s is None else f", {run.samples_per_s:,.0f} samples/s"
+        spread = format_spread(run.low_ns, run.high_ns)
+        text = f"{format_ms(run.median_ns)} ({spread}), {run.num_steps} steps ({run.basis}){rate}: {run.path}"
+        lines += wrapped(text, WIDTH, label=label, indent=_LABEL)
+    return lines
+
+
+def _findings(comparison: Comparison) -> list[Line]:
+    lines: list[Line] = []
+    moved = [match for match in comparison.kept if match.moved]
+    for label, rows in (("gone", comparison.gone), ("new", comparison.new)):
+        for row in rows:
+            lines += wrapped(_finding(row), WIDTH, label=label, indent=_LABEL)
+    for match in moved:
+        text = f"{_finding(match.before)} -> {match.after.place}"
+        lines += wrapped(text, WIDTH, label="moved", indent=_LABEL)
+    stayed = len(comparison.kept) - len(moved)
+    if stayed:
+        lines += wrapped(f"{stayed} finding{'s' * (stayed > 1)} as before", WIDTH, label="same", indent=_LABEL)
+    return lines or wrapped("No findings in either.", WIDTH)
+
+
+def _finding(row: FindingRow) -> str:
+    room = "" if row.headroom_ns is None else f" (headroom {format_ms(row.headroom_ns)})"
+    return f"{row.code} at {row.place}: {row.title}{room}"
+
+
+def _signed(ns: float) -> str:
+    return f"{'+' if ns > 0 else '-' if ns < 0 else ''}{format_ms(abs(ns))}"
+
+
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as plain dicts and lists."""
+    said = {
+        "predicted_ms": _optional(comparison.predicted_ns),
+        "counterfactual_ms": _optional(comparison.counterfactual_ns),
+        "measured_ms": ms(-comparison.difference_ns),
+        "low_ms": ms(-comparison.high_ns),
+        "high_ms": ms(-comparison.low_ns),
+        "error_ratio": None if (error := _error_ratio(comparison)) is None else round(error, 4),
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "change": comparison.change.value,
+        "difference_ms": ms(comparison.difference_ns),
+        "low_ms": ms(comparison.low_ns),
+        "high_ms": ms(comparison.high_ns),
+        "ratio": round(comparison.ratio, 4),
+        "rule": comparison.rule,
+        "before": _run(comparison.before),
+        "after": _run(comparison.after),
+        "prediction": said if comparison.gone and error is not None else None,
+        "findings": {
+            "gone": [_row(row) for row in comparison.gone],
+            "new": [_row(row) for row in comparison.new],
+            "kept": [
+                {**_row(m.before), "after_file": m.after.file, "after_line": m.after.line, "moved": m.moved}
+                for m in comparison.kept
+            ],
+        },
+        "warnings": list(comparison.warnings),
+    }
+
+
+def render_comparison_json(comparison: Comparison) -> str:
+    """Indented JSON, ending in a newline."""
+    return json.dumps(comparison_document(comparison), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def render_comparison_github(comparison: Comparison) -> str:
+    """One workflow command for the answer, one for each warning."""
+    level = "warning" if comparison.change is Change.SLOWER else "notice"
+    lines = [(level, sentence(comparison)), *(("warning", text) for text in comparison.warnings)]
+    return "".join(f"::{level} title=perfdoctor compare::{_escaped(text)}\n" for level, text in lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _run(run: ComparedRun) -> dict[str, Any]:
+    return {
+        "path": run.path,
+        "median_ms": ms(run.median_ns),
+        "low_ms": ms(run.low_ns),
+        "high_ms": ms(run.high_ns),
+        "num_steps": run.num_steps,
+        "basis": run.basis,
+        "samples_per_s": run.samples_per_s,
+    }
+
+
+def _row(row: FindingRow) -> dict[str, Any]:
+    return {
+        "code": row.code,
+        "kind": row.kind,
+        "title": row.title,
+        "file": row.file,
+        "line": row.line,
+        "function": row.function,
+        "headroom_ms": _optional(row.headroom_ns),
+        "counterfactual_ms": _optional(row.counterfactual_ns),
+    }
+
+
+def _optional(ns: int | None) -> float | None:
+    return None if ns is None else ms(ns)

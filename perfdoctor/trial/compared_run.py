@@ -1,0 +1,194 @@
+"""One side of a comparison: what a report or a recording says of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perfdoctor.diagnose import diagnose
+from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError, UsageError
+from perfdoctor.record.load import load_capture
+from perfdoctor.units import NS_PER_MS
+
+_SCHEMA_VERSION = 1
+_HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingRow:
+    """A finding, as far as a comparison needs it. Times in ns a step, None where not known."""
+
+    code: str
+    kind: str
+    title: str
+    file: str
+    line: int  # 0: no place
+    function: str
+    text: str
+    headroom_ns: int | None
+    counterfactual_ns: int | None = None
+    counterfactual_low_ns: int | None = None
+    counterfactual_high_ns: int | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}" if self.line else "the whole loop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run: its steps, its findings and its conditions."""
+
+    path: str
+    median_ns: float
+    low_ns: float  # first quartile
+    high_ns: float
+    num_steps: int
+    basis: str
+    step_ns: tuple[int, ...] = ()  # each step, where the file has them
+    samples_per_s: float | None = None
+    micro_batches: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    findings: tuple[FindingRow, ...] = ()
+
+    @property
+    def samples_per_step(self) -> float | None:
+        return None if self.samples_per_s is None else self.samples_per_s * self.median_ns / 1e9
+
+
+def read_run(path: str | os.PathLike[str]) -> ComparedRun:
+    """Read a report (JSON), a saved capture, or a trace.
+
+    Raises:
+        NotATraceError, BrokenTraceError, UnsupportedTraceError, CaptureError: the file cannot be used, with the reason.
+        UsageError: it says nothing about the time of a step.
+    """
+    document = _read_report(Path(path))
+    if document is not None:
+        return _from_report(str(path), document)
+    capture = load_capture(path)
+    steps = () if capture.bare is None else tuple(int(ns) for ns in capture.bare.step_ns)
+    return _from_diagnosis(str(path), diagnose(capture), steps)
+
+
+def _read_report(path: Path) -> dict[str, Any] | None:
+    """The report in the file; None where it is something else, which `load_capture` then tells."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if head.lstrip()[:1] != b"{" or b'"traceEvents"' in head:
+                return None
+            document = json.loads(head + file.read())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        if b'"schema_version"' in head and b'"perfdoctor"' in head:
+            raise BrokenTraceError(f"{path}: a damaged perfdoctor report ({error}). Write it again.") from error
+        return None
+    except OSError:
+        return None
+    if "traceEvents" in document:
+        return None
+    if "verdict" not in document or "schema_version" not in document:
+        raise NotATraceError(
+            f"{path}: JSON, but no report of perfdoctor (it lacks verdict and schema_version). Expected what "
+            "`perfdoctor run --format json` or `perfdoctor trial --format json` writes, a saved capture, or a trace."
+        )
+    if document["schema_version"] != _SCHEMA_VERSION:
+        raise UnsupportedTraceError(
+            f"{path}: report schema {document['schema_version']}; this perfdoctor reads {_SCHEMA_VERSION}. "
+            "Use the perfdoctor that wrote it, or write both reports again."
+        )
+    return dict(document)
+
+
+def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
+    try:
+        verdict, step = document["verdict"], document["verdict"]["step"]
+        if step is None or step["num_steps"] < 1:
+            raise _without_steps(path)
+        rows = (*document["findings"], *document["leave_alone"])
+        return ComparedRun(
+            path=path,
+            median_ns=_positive(path, step["median_ms"]) * NS_PER_MS,
+            low_ns=float(step["low_ms"]) * NS_PER_MS,
+            high_ns=float(step["high_ms"]) * NS_PER_MS,
+            num_steps=int(step["num_steps"]),
+            basis=str(step["basis"]),
+            samples_per_s=verdict["samples_per_s"],
+            micro_batches=verdict["micro_batches"],
+            environment=dict(document["environment"]),
+            findings=tuple(_row(row) for row in rows),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenTraceError(
+            f"{path}: a report of perfdoctor that lacks or mistypes something ({type(error).__name__}: {error}). "
+            "Write it again."
+        ) from error
+
+
+def _positive(path: str, value: Any) -> float:
+    number = float(value)
+    if not 0 < number < float("inf"):
+        raise UsageError(f"{path}: a step of {value} ms cannot be compared")
+    return number
+
+
+def _without_steps(path: str) -> UsageError:
+    return UsageError(f"{path}: no step was timed in it, so there is nothing to compare. Record steps first.")
+
+
+def _row(row: dict[str, Any]) -> FindingRow:
+    site = row["site"] or {}
+    room = row["headroom"]
+    tried = row.get("measured_saving") or {}  # only after a trial
+    return FindingRow(
+        code=row["code"],
+        kind=row["kind"],
+        title=row["title"],
+        file=site.get("file", ""),
+        line=site.get("line", 0),
+        function=site.get("function", ""),
+        text=site.get("text", ""),
+        headroom_ns=None if room is None else _ns(room["mid_ms"]),
+        counterfactual_ns=_ns(tried.get("mid_ms")),
+        counterfactual_low_ns=_ns(tried.get("low_ms")),
+        counterfactual_high_ns=_ns(tried.get("high_ms")),
+    )
+
+
+def _ns(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else round(milliseconds * NS_PER_MS)
+
+
+def _from_diagnosis(path: str, diagnosis: Diagnosis, steps: tuple[int, ...]) -> ComparedRun:
+    step = diagnosis.step
+    if step is None or step.num_steps < 1:
+        raise _without_steps(path)
+    return ComparedRun(
+        path=path,
+        median_ns=_positive(path, step.median_ns),
+        low_ns=step.low_ns,
+        high_ns=step.high_ns,
+        num_steps=step.num_steps,
+        basis=step.basis,
+        step_ns=steps if len(steps) == step.num_steps else (),  # only where they are what the median is of
+        samples_per_s=diagnosis.samples_per_s,
+        micro_batches=diagnosis.micro_batches,
+        environment=asdict(diagnosis.environment),
+        findings=tuple(
+            FindingRow(
+                code=finding.code,
+                kind=finding.kind,
+                title=finding.title,
+                file=finding.site.frame.file if finding.site else "",
+                line=finding.site.frame.line if finding.site else 0,
+                function=finding.site.frame.function if finding.site else "",
+                text=finding.site.text if finding.site else "",
+                headroom_ns=None if finding.headroom is None else finding.headroom.mid_ns,
+            )
+            for finding in (*diagnosis.findings, *diagnosis.leave_alone)
+        ),
+    )

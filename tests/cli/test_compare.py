@@ -1,0 +1,148 @@
+"""`perfdoctor compare` on real reports and captures: text, JSON, the gate, bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perfdoctor
+from perfdoctor.cli.compare import execute
+from perfdoctor.errors import BrokenTraceError, CaptureError, NotATraceError, UnsupportedTraceError, UsageError
+from perfdoctor.record.capture import Bare
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def report(trace: Path, tmp_path: Path) -> Callable[..., str]:
+    """The report on the small recording (10 ms a step), with changes, as a file."""
+    document = perfdoctor.analyze(trace).to_json()
+
+    def write(name: str, *changes: Change) -> str:
+        changed = json.loads(document)
+        for change in changes:
+            change(changed)
+        (tmp_path / name).write_text(json.dumps(changed))
+        return str(tmp_path / name)
+
+    return write
+
+
+def _step(**values: Any) -> Change:
+    return lambda document: document["verdict"]["step"].update(values)
+
+
+def test_the_same_report_twice_is_no_difference(report: Callable[..., str]) -> None:
+    path = report("a.json")
+    outcome = execute([path, path, "--gate", "0"])
+    assert outcome.text.startswith("No difference: 10.0 ms -> 10.0 ms a step")
+    assert outcome.exit_code == 0
+
+
+def test_slower_beyond_the_gate_is_exit_code_1(report: Callable[..., str]) -> None:
+    slow = report("slow.json", _step(median_ms=13.0, low_ms=12.9, high_ms=13.1, num_steps=50))
+    outcome = execute([report("a.json"), slow, "--gate", "10"])
+    assert outcome.exit_code == 1
+    assert "Slower by 3.0 ms (+30" in outcome.text
+    assert "over 10 %" in outcome.messages[0]
+    assert execute([report("a.json"), slow, "--gate", "40"]).exit_code == 0
+    assert execute([slow, report("a.json"), "--gate", "0"]).exit_code == 0
+
+
+def test_json_gives_prediction_beside_result(report: Callable[..., str]) -> None:
+    before = report("a.json")
+    priced = [f for f in json.loads(Path(before).read_text())["findings"] if f["headroom"]]
+    after = report(
+        "b.json",
+        _step(median_ms=6.0, low_ms=5.9, high_ms=6.1, num_steps=50),
+        lambda d: d["findings"].clear(),
+        lambda d: d["leave_alone"].clear(),
+    )
+    found = json.loads(execute([before, after, "--format", "json"]).text)
+    assert found["change"] == "faster"
+    assert found["difference_ms"] == pytest.approx(-4.0, abs=0.05)
+    assert found["low_ms"] < found["difference_ms"] < found["high_ms"] < 0
+    assert {row["code"] for row in found["findings"]["gone"]} >= {row["code"] for row in priced}
+    said = sum(row["headroom"]["mid_ms"] for row in priced)
+    assert found["prediction"]["predicted_ms"] == pytest.approx(said, abs=0.01)
+    assert found["prediction"]["measured_ms"] == -found["difference_ms"]
+    assert found["findings"]["new"] == []
+
+
+def test_a_counterfactual_of_a_trial_is_read(report: Callable[..., str]) -> None:
+    def tried(document: dict[str, Any]) -> None:
+        for row in document["findings"]:
+            row["measured_saving"] = {"mid_ms": 4.5, "low_ms": 4.0, "high_ms": 5.0}
+        document["leave_alone"].clear()
+        del document["findings"][1:]
+
+    after = report("b.json", lambda d: (d["findings"].clear(), d["leave_alone"].clear()))
+    outcome = execute([report("a.json", tried), after])
+    assert "counterfactual 4.5 ms" in outcome.text
+
+
+def test_captures_and_traces_are_read(trace: Path, tmp_path: Path) -> None:
+    capture = perfdoctor.load_capture(trace)
+    paths = []
+    for name, step_ms in (("a", 10.0), ("b", 12.0)):
+        steps = (np.random.default_rng(1).normal(step_ms, 0.1, 40) * 1e6).astype(np.int64)
+        ones = np.ones(40, np.int64)
+        bare = Bare(step_ns=steps, data_ns=0 * ones, samples=-ones, micro_batches=ones)
+        replace(capture, bare=bare).save(tmp_path / name)
+        paths.append(str(tmp_path / name))
+    found = json.loads(execute([*paths, "--format", "json"]).text)
+    assert found["change"] == "slower"
+    assert found["difference_ms"] == pytest.approx(2.0, abs=0.1)
+    assert "bootstrap" in found["rule"]
+    assert execute([str(trace), str(trace)]).text.startswith("No difference")
+
+
+def test_github_commands_are_one_line_each(report: Callable[..., str]) -> None:
+    slow = report("slow.json", _step(median_ms=13.0, low_ms=12.9, high_ms=13.1, num_steps=50))
+    lines = execute([report("a.json"), slow, "--format", "github"]).text.splitlines()
+    assert lines[0].startswith("::warning title=perfdoctor compare::Slower by 3.0 ms (+30")
+    assert all(line.startswith("::") for line in lines)
+    assert "%25" in lines[0]
+
+
+BAD: dict[str, tuple[Change, type[Exception], str]] = {
+    "another version": (lambda d: d.update(schema_version=9), UnsupportedTraceError, "schema 9"),
+    "no verdict": (lambda d: d.pop("verdict"), NotATraceError, "no report"),
+    "no step": (lambda d: d["verdict"].update(step=None), UsageError, "no step was timed"),
+    "a window": (_step(num_steps=0), UsageError, "no step was timed"),
+    "zero": (_step(median_ms=0), UsageError, "0 ms"),
+    "text for a number": (_step(median_ms="fast"), BrokenTraceError, "mistypes"),
+    "no findings": (lambda d: d.pop("findings"), BrokenTraceError, "findings"),
+    "findings of another form": (lambda d: d.update(findings=["x"]), BrokenTraceError, "lacks or mistypes"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_reports_are_said_by_name(report: Callable[..., str], case: str) -> None:
+    change, kind, text = BAD[case]
+    with pytest.raises(kind, match=text) as raised:
+        execute([report("a.json"), report("bad.json", change)])
+    assert "bad.json" in str(raised.value)
+
+
+def test_other_bad_files(report: Callable[..., str], tmp_path: Path) -> None:
+    good = report("a.json")
+    (tmp_path / "half.json").write_text(Path(good).read_text()[:900])
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(BrokenTraceError, match="damaged perfdoctor report"):
+        execute([good, str(tmp_path / "half.json")])
+    for name in ("empty", "list.json", "none", ""):
+        with pytest.raises(CaptureError):
+            execute([str(tmp_path / name), good])
+    for options in (["--gate", "-1"], ["--gate", "nan"], ["--run-noise", "x"], ["--format", "html"]):
+        with pytest.raises(UsageError):
+            execute([good, good, *options])
+    with pytest.raises(UsageError):
+        execute([good])
