@@ -20,17 +20,23 @@ from typing import TYPE_CHECKING, Any
 from perfdoctor.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from perfdoctor.bench.measurement import Measurement as Measurement
+    from perfdoctor.bench.profile_table import ProfileTable as ProfileTable
+    from perfdoctor.bench.profile_table import profile_table as profile_table
+    from perfdoctor.bench.timing import benchmark as benchmark
     from perfdoctor.diagnose.finding import Accounting as Accounting
     from perfdoctor.diagnose.finding import Advice as Advice
     from perfdoctor.diagnose.finding import Binding as Binding
     from perfdoctor.diagnose.finding import Diagnosis as Diagnosis
     from perfdoctor.diagnose.finding import Finding as Finding
     from perfdoctor.diagnose.finding import Headroom as Headroom
+    from perfdoctor.diagnose.finding import Saving as Saving
     from perfdoctor.diagnose.finding import Severity as Severity
     from perfdoctor.diagnose.finding import Skipped as Skipped
     from perfdoctor.diagnose.finding import StepTime as StepTime
     from perfdoctor.doors.analysis import analyze as analyze
     from perfdoctor.doors.session import Session as Session
+    from perfdoctor.doors.trial import LiveTrial as LiveTrial
     from perfdoctor.emulate import emulate_cuda as emulate_cuda
     from perfdoctor.errors import BrokenTraceError as BrokenTraceError
     from perfdoctor.errors import CaptureError as CaptureError
@@ -53,20 +59,50 @@ if TYPE_CHECKING:
     from perfdoctor.record.capture import Site as Site
     from perfdoctor.record.load import load_capture as load_capture
     from perfdoctor.report.page import Report as Report
+    from perfdoctor.report.trial import TrialReport as TrialReport
+    from perfdoctor.treat.compiled import CompiledModel as CompiledModel
+    from perfdoctor.treat.compiled import CompileReport as CompileReport
+    from perfdoctor.treat.compiled import compile_model as compile_model
+    from perfdoctor.treat.device_metrics import DeviceMetrics as DeviceMetrics
+    from perfdoctor.treat.graph_break_reasons import GraphBreak as GraphBreak
+    from perfdoctor.treat.graph_breaks import GraphBreaks as GraphBreaks
+    from perfdoctor.treat.graph_breaks import graph_breaks as graph_breaks
+    from perfdoctor.treat.graph_obstacle import GraphObstacles as GraphObstacles
+    from perfdoctor.treat.graph_obstacle import Obstacle as Obstacle
+    from perfdoctor.treat.graph_obstacles import graph_obstacles as graph_obstacles
+    from perfdoctor.treat.graphed_step import FrozenStateWarning as FrozenStateWarning
+    from perfdoctor.treat.graphed_step import GraphedStep as GraphedStep
+    from perfdoctor.treat.graphed_step import GraphLimitWarning as GraphLimitWarning
+    from perfdoctor.treat.graphed_step import graphed_step as graphed_step
+    from perfdoctor.treat.metric_readings import MetricValue as MetricValue
+    from perfdoctor.treat.metric_readings import Reading as Reading
+    from perfdoctor.treat.nonfinite import NonFiniteWatch as NonFiniteWatch
+    from perfdoctor.treat.nonfinite_hits import NonFiniteHit as NonFiniteHit
+    from perfdoctor.treat.prefetch import DevicePrefetcher as DevicePrefetcher
+    from perfdoctor.treat.recompilations import Recompilation as Recompilation
+    from perfdoctor.treat.switches import TREATMENTS as TREATMENTS
     from perfdoctor.treat.treatment import Loop as Loop
     from perfdoctor.treat.treatment import Numerics as Numerics
     from perfdoctor.treat.treatment import Treatment as Treatment
+    from perfdoctor.trial.outcome import ArmResult as ArmResult
+    from perfdoctor.trial.outcome import TrialOutcome as TrialOutcome
+    from perfdoctor.trial.verdict import Verdict as Verdict
     from perfdoctor.watch.annotate import annotate as annotate
     from perfdoctor.watch.module_ranges import module_ranges as module_ranges
     from perfdoctor.watch.sync_guard import allow_sync as allow_sync
     from perfdoctor.watch.sync_guard import sync_guard as sync_guard
 
 _HOMES = {
+    "perfdoctor.bench.measurement": ("Measurement",),
+    "perfdoctor.bench.profile_table": ("ProfileTable", "profile_table"),
+    "perfdoctor.bench.timing": ("benchmark",),
     "perfdoctor.diagnose.finding": (
-        "Accounting", "Advice", "Binding", "Diagnosis", "Finding", "Headroom", "Severity", "Skipped", "StepTime",
+        "Accounting", "Advice", "Binding", "Diagnosis", "Finding", "Headroom", "Saving", "Severity", "Skipped",
+        "StepTime",
     ),
     "perfdoctor.doors.analysis": ("analyze",),
     "perfdoctor.doors.session": ("Session", "watch"),
+    "perfdoctor.doors.trial": ("LiveTrial",),
     "perfdoctor.emulate": ("emulate_cuda",),
     "perfdoctor.errors": (
         "BrokenTraceError", "CaptureError", "NonFiniteError", "NotATraceError", "PerfDoctorError", "SessionError",
@@ -77,7 +113,23 @@ _HOMES = {
     "perfdoctor.record.capture": ("Capture", "Environment", "Frame", "Site"),
     "perfdoctor.record.load": ("load_capture",),
     "perfdoctor.report.page": ("Report",),
+    "perfdoctor.report.trial": ("TrialReport",),
+    "perfdoctor.treat.compiled": ("CompileReport", "CompiledModel", "compile_model"),
+    "perfdoctor.treat.device_metrics": ("DeviceMetrics",),
+    "perfdoctor.treat.graph_break_reasons": ("GraphBreak",),
+    "perfdoctor.treat.graph_breaks": ("GraphBreaks", "graph_breaks"),
+    "perfdoctor.treat.graph_obstacle": ("GraphObstacles", "Obstacle"),
+    "perfdoctor.treat.graph_obstacles": ("graph_obstacles",),
+    "perfdoctor.treat.graphed_step": ("FrozenStateWarning", "GraphLimitWarning", "GraphedStep", "graphed_step"),
+    "perfdoctor.treat.metric_readings": ("MetricValue", "Reading"),
+    "perfdoctor.treat.nonfinite": ("NonFiniteWatch",),
+    "perfdoctor.treat.nonfinite_hits": ("NonFiniteHit",),
+    "perfdoctor.treat.prefetch": ("DevicePrefetcher",),
+    "perfdoctor.treat.recompilations": ("Recompilation",),
+    "perfdoctor.treat.switches": ("TREATMENTS",),
     "perfdoctor.treat.treatment": ("Loop", "Numerics", "Treatment"),
+    "perfdoctor.trial.outcome": ("ArmResult", "TrialOutcome"),
+    "perfdoctor.trial.verdict": ("Verdict",),
     "perfdoctor.watch.annotate": ("annotate",),
     "perfdoctor.watch.module_ranges": ("module_ranges",),
     "perfdoctor.watch.sync_guard": ("allow_sync", "sync_guard"),

@@ -12,12 +12,16 @@ import perfdoctor
 from perfdoctor.diagnose.finding import Diagnosis
 
 NAMES = [
-    "Accounting", "Advice", "Binding", "BrokenTraceError", "Capture", "CaptureError", "Diagnosis", "Environment",
-    "Finding", "Frame", "Headroom", "Loop", "NonFiniteError", "NotATraceError", "Numerics", "PerfDoctorError",
-    "Report", "Session", "SessionError", "Severity", "Site", "Skipped", "StaleBatchError", "StepTime",
-    "SyncBudgetExceeded", "Treatment", "TreatmentRefused", "TrialRefused", "UnsupportedTraceError", "UsageError",
-    "allow_sync", "analyze", "annotate", "clip_grad_norm_", "emulate_cuda", "grad_norm", "grad_stats", "load_capture",
-    "module_ranges", "sync_guard", "watch",
+    "Accounting", "Advice", "ArmResult", "Binding", "BrokenTraceError", "Capture", "CaptureError", "CompileReport",
+    "CompiledModel", "DeviceMetrics", "DevicePrefetcher", "Diagnosis", "Environment", "Finding", "Frame",
+    "FrozenStateWarning", "GraphBreak", "GraphBreaks", "GraphLimitWarning", "GraphObstacles", "GraphedStep",
+    "Headroom", "LiveTrial", "Loop", "Measurement", "MetricValue", "NonFiniteError", "NonFiniteHit", "NonFiniteWatch",
+    "NotATraceError", "Numerics", "Obstacle", "PerfDoctorError", "ProfileTable", "Reading", "Recompilation", "Report",
+    "Saving", "Session", "SessionError", "Severity", "Site", "Skipped", "StaleBatchError", "StepTime",
+    "SyncBudgetExceeded", "TREATMENTS", "Treatment", "TreatmentRefused", "TrialOutcome", "TrialRefused",
+    "TrialReport", "UnsupportedTraceError", "UsageError", "Verdict", "allow_sync", "analyze", "annotate", "benchmark",
+    "clip_grad_norm_", "compile_model", "emulate_cuda", "grad_norm", "grad_stats", "graph_breaks", "graph_obstacles",
+    "graphed_step", "load_capture", "module_ranges", "profile_table", "sync_guard", "watch",
 ]  # fmt: skip
 
 
@@ -28,7 +32,9 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_there(name: str) -> None:
-    assert getattr(perfdoctor, name).__name__ == name
+    named = getattr(perfdoctor, name)
+    assert named is not None
+    assert name.isupper() or named.__name__ == name
 
 
 def test_unknown_names_are_attribute_errors() -> None:

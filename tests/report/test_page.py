@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -20,7 +20,16 @@ class Terminal(io.StringIO):
 def test_report_is_a_diagnosis_with_the_same_fields(diagnosis: Diagnosis) -> None:
     report = Report.of(diagnosis)
     assert isinstance(report, Diagnosis)
-    assert all(getattr(report, f.name) == getattr(diagnosis, f.name) for f in fields(diagnosis))
+    shared = [f.name for f in fields(diagnosis) if f.name not in ("findings", "leave_alone")]
+    assert all(getattr(report, name) == getattr(diagnosis, name) for name in shared)
+    untreated = [replace(found, treatments=()) for found in report.findings]
+    assert untreated == [replace(found, treatments=()) for found in diagnosis.findings]
+
+
+def test_report_names_the_treatments_of_each_finding(diagnosis: Diagnosis) -> None:
+    sync = next(found for found in diagnosis.findings if found.code == "host-sync")
+    (found,) = Report.of(replace(diagnosis, findings=(sync,))).findings
+    assert found.treatments == ("log_every_n",)
 
 
 def test_print_is_plain_in_a_pipe_and_coloured_in_a_terminal(
