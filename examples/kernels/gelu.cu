@@ -37,10 +37,10 @@ __global__ void gelu_kernel(const T* x, T* out, int64_t num_elements) {
     Vector<T> values[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
-      if (first + i * blockDim.x < num_vectors) values[i] = load_once(from + first + i * blockDim.x);
+      if (first + i * blockDim.x < num_vectors) values[i] = load_vector(from + first + i * blockDim.x);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
-      if (first + i * blockDim.x < num_vectors) store_once(to + first + i * blockDim.x, gelu(values[i]));
+      if (first + i * blockDim.x < num_vectors) store_vector(to + first + i * blockDim.x, gelu(values[i]));
   }
   const int64_t tail = num_vectors * kSize + threadIdx.x;  // fewer than 16 bytes are left over
   if (blockIdx.x == 0 && tail < num_elements) out[tail] = rounded<T>(gelu(widened(x[tail])));

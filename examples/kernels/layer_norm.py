@@ -45,8 +45,8 @@ def _forward_kernel(
         rows = group * ROWS + tl.arange(0, ROWS)[:, None]
         inside = (rows < num_rows) & (columns < num_columns)
         places = rows.to(tl.int64) * num_columns + columns
-        values = tl.load(x + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        beside = tl.load(skip + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+        beside = tl.load(skip + places, mask=inside, other=0.0).to(tl.float32)
         mean = tl.sum(values, axis=1)[:, None] / num_columns
         # Two passes over registers cost nothing; mean(x^2) - mean^2 would cancel where the mean is large.
         centred = tl.where(inside, values - mean, 0.0)
@@ -101,7 +101,7 @@ class RowPlan:
     rows: int = 1
     programs: int | None = None
     """programs a multiprocessor, which take rows in turn and read the parameters once; None: one program a group"""
-    store: str = ".cs"
+    store: str = ""
 
     def __str__(self) -> str:
         grid = "a program a row" if self.programs is None else f"{self.programs} programs an SM"

@@ -31,7 +31,15 @@ LONGEST_IN_REGISTERS = 32768
 
 @triton.jit
 def _row_kernel(
-    x, out, num_rows, num_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, STORE: tl.constexpr
+    x,
+    out,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
 ):
     """ROWS whole rows at a time in registers: maximum, exp, sum, quotient. One read, one write.
 
@@ -43,7 +51,7 @@ def _row_kernel(
         rows = group * ROWS + tl.arange(0, ROWS)[:, None]
         inside = (rows < num_rows) & (columns < num_columns)
         places = rows.to(tl.int64) * num_columns + columns
-        values = tl.load(x + places, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + places, mask=inside, other=-float("inf"), eviction_policy=LOAD).to(tl.float32)
         # A row of nothing but -inf becomes NaN by itself, as in PyTorch: (-inf) - (-inf).
         grown = tl.exp(values - tl.max(values, axis=1)[:, None])
         share = grown * (1.0 / tl.sum(grown, axis=1)[:, None])
@@ -74,7 +82,7 @@ def _long_row_kernel(x, out, num_columns, TILE: tl.constexpr, STORE: tl.constexp
     for behind in range(num_tiles):
         start = (num_tiles - 1 - behind) * TILE
         inside = lanes < num_columns - start
-        values = tl.load(x + row + start + lanes, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + row + start + lanes, mask=inside, other=0.0).to(tl.float32)
         share = tl.exp(values - row_top) * factor
         tl.store(out + row + start + lanes, share.to(out.dtype.element_ty), mask=inside, cache_modifier=STORE)
 
@@ -92,7 +100,10 @@ class RowPlan:
     """how many groups of rows are in shared memory or on their way there"""
     registers: int | None = None
     """most registers a thread, so that more programs fit a multiprocessor; None: as many as the compiler wants"""
-    store: str = ".cs"
+    load: str = ""
+    """the loads' eviction policy: "evict_first" is no help on an H200"""
+    store: str = ""
+    """the stores' cache modifier: neither is ".cs", cache streaming"""
     tile: int | None = None
     """online softmax with tiles of so many columns"""
 
@@ -100,7 +111,7 @@ class RowPlan:
         grid = "a program a row" if self.programs is None else f"{self.programs} programs an SM, {self.stages} stages"
         what = "in registers" if self.tile is None else f"online, tiles of {self.tile}"
         most = "" if self.registers is None else f", {self.registers} registers"
-        return f"{what}, {self.num_warps} warps, {grid}{most}, store {self.store or '-'}"
+        return f"{what}, {self.num_warps} warps, {grid}{most}, load {self.load or '-'}, store {self.store or '-'}"
 
 
 def plan_for(num_columns: int) -> RowPlan:
@@ -109,7 +120,7 @@ def plan_for(num_columns: int) -> RowPlan:
         return RowPlan(num_warps=16, tile=8192)
     block = triton.next_power_of_2(num_columns)
     rows = max(1, 2048 // block)  # short rows: several a program, or most of its threads would idle
-    return RowPlan(num_warps=min(32, max(4, block * rows // 1024)), rows=rows)
+    return RowPlan(num_warps=min(32, max(4, block * rows // 512)), rows=rows)
 
 
 def softmax_triton(x: Tensor, plan: RowPlan | None = None) -> Tensor:
@@ -131,7 +142,7 @@ def softmax_triton(x: Tensor, plan: RowPlan | None = None) -> Tensor:
     options = {} if plan.registers is None else {"maxnreg": plan.registers}
     _row_kernel[(grid,)](
         x, out, num_rows, num_columns, ROWS=plan.rows, BLOCK=triton.next_power_of_2(num_columns), STAGES=plan.stages,
-        STORE=plan.store, num_warps=plan.num_warps, **options,
+        LOAD=plan.load, STORE=plan.store, num_warps=plan.num_warps, **options,
     )  # fmt: skip
     return out
 
@@ -189,7 +200,11 @@ VARIANTS = (
 
 def configurations() -> Iterator[Variant]:
     """What may be chosen otherwise, for rows of 16384 columns."""
-    plans = [RowPlan(num_warps=warps, store=store) for warps, store in itertools.product((8, 16, 32), ("", ".cs"))]
+    hints = (("", ""), ("evict_first", ""), ("evict_first", ".cs"))
+    plans = [
+        RowPlan(num_warps=warps, load=load, store=store)
+        for warps, (load, store) in itertools.product((8, 16, 32), hints)
+    ]
     for warps, programs, stages, registers in (
         (16, 2, 1, None), (32, 2, 1, None), (32, 1, 2, None), (16, 1, 2, None), (8, 2, 2, 128), (16, 2, 2, 64),
         (32, 1, 3, None), (16, 1, 3, None), (8, 1, 3, None),

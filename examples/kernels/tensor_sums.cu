@@ -46,7 +46,7 @@ __device__ double thread_sum(const T* from, int64_t num_elements) {
       Vector<T> values[kAhead] = {};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
-        if (first + i * blockDim.x < num_vectors) values[i] = load_once(vectors + first + i * blockDim.x);
+        if (first + i * blockDim.x < num_vectors) values[i] = load_vector(vectors + first + i * blockDim.x);
       float part = 0.0f;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) part += vector_sum(values[i]);

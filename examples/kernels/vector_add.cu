@@ -28,12 +28,12 @@ __global__ void add_kernel(const T* x, const T* y, T* out, int64_t num_elements)
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     const int64_t step = static_cast<int64_t>(i) * blockDim.x;
-    if (first + step < num_vectors) left[i] = load_once(from_x + step), right[i] = load_once(from_y + step);
+    if (first + step < num_vectors) left[i] = load_vector(from_x + step), right[i] = load_vector(from_y + step);
   }
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     const int64_t step = static_cast<int64_t>(i) * blockDim.x;
-    if (first + step < num_vectors) store_once(to + step, sum(left[i], right[i]));
+    if (first + step < num_vectors) store_vector(to + step, sum(left[i], right[i]));
   }
   const int64_t tail = num_vectors * kSize + threadIdx.x;  // fewer than 16 bytes are left over
   if (blockIdx.x == 0 && tail < num_elements) out[tail] = rounded<T>(widened(x[tail]) + widened(y[tail]));

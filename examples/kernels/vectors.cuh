@@ -14,16 +14,17 @@ struct alignas(16) Vector {
   T at[kSize];
 };
 
-// "cs", cache streaming: touched once, so it is the first to leave the L2 cache.
+// Plain loads and stores. Those with the hint that the data is touched once (ld.cs, st.cs) are 2 to 6 % slower on an
+// H200, though none of it is read again.
 template <typename T>
-__device__ Vector<T> load_once(const Vector<T>* from) {
-  const uint4 words = __ldcs(reinterpret_cast<const uint4*>(from));
+__device__ Vector<T> load_vector(const Vector<T>* from) {
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
   return *reinterpret_cast<const Vector<T>*>(&words);
 }
 
 template <typename T>
-__device__ void store_once(Vector<T>* to, const Vector<T>& values) {
-  __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&values));
+__device__ void store_vector(Vector<T>* to, const Vector<T>& values) {
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&values);
 }
 
 // Arithmetic is float32 whatever the type, as in PyTorch; a result is rounded once.
