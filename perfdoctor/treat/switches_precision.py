@@ -239,7 +239,11 @@ PRECISION = (
     Treatment(
         name="tf32",
         cures=CURES["tf32"],
-        numerics=Numerics(rtol=5e-3, why="factors of matrix products are rounded to 10 bits (0.05 %)"),
+        numerics=Numerics(
+            rtol=2e-2,
+            # Measured on an H200: 1.2 % of the loss after six steps of AdamW, whose first steps follow signs.
+            why="factors of matrix products are rounded to 10 bits (0.05 %), which an optimizer's first steps amplify",
+        ),
         refuses=_refuse_tf32,
         applied=_tf32,
         lines=("torch.set_float32_matmul_precision('high')",),

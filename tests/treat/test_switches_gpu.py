@@ -148,7 +148,7 @@ def test_a_compiled_model_reports_the_devices_steady_time() -> None:
 
 def test_finding_breaks_needs_no_compiler_and_leaves_the_device_state() -> None:
     loop = loop_on_cuda()
-    model, generator = loop.model, torch.cuda.get_rng_state()
+    model, optimizer, generator = loop.model, loop.optimizers[0], torch.cuda.get_rng_state()
     assert model is not None
     before = [p.detach().clone() for p in model.parameters()]
 
@@ -157,12 +157,12 @@ def test_finding_breaks_needs_no_compiler_and_leaves_the_device_state() -> None:
         if loss > 0:
             loss = loss * 2
         loss.backward()
-        loop.optimizers[0].step()
-        loop.optimizers[0].zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return loss
 
     kinds = [each.kind for each in graph_breaks(step, torch.randn(8, 3, 16, 16).cuda())]
     assert {"branch", "backward"} <= set(kinds)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert torch.equal(torch.cuda.get_rng_state(), generator)
-    assert not loop.optimizers[0].state
+    assert not optimizer.state
