@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from perfdoctor.diagnose.finding import Skipped as Skipped
     from perfdoctor.diagnose.finding import StepTime as StepTime
     from perfdoctor.doors.analysis import analyze as analyze
+    from perfdoctor.doors.long_session import LongRun as LongRun
+    from perfdoctor.doors.long_session import LongSession as LongSession
     from perfdoctor.doors.session import Session as Session
     from perfdoctor.doors.trial import LiveTrial as LiveTrial
     from perfdoctor.emulate import emulate_cuda as emulate_cuda
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from perfdoctor.record.capture import Site as Site
     from perfdoctor.record.load import load_capture as load_capture
     from perfdoctor.report.page import Report as Report
+    from perfdoctor.report.tensorboard import write_diagnosis as write_diagnosis
+    from perfdoctor.report.tensorboard import write_step_times as write_step_times
     from perfdoctor.report.trial import TrialReport as TrialReport
     from perfdoctor.treat.compiled import CompiledModel as CompiledModel
     from perfdoctor.treat.compiled import CompileReport as CompileReport
@@ -89,6 +93,8 @@ if TYPE_CHECKING:
     from perfdoctor.trial.verdict import Verdict as Verdict
     from perfdoctor.watch.annotate import annotate as annotate
     from perfdoctor.watch.module_ranges import module_ranges as module_ranges
+    from perfdoctor.watch.outliers import Bill as Bill
+    from perfdoctor.watch.outliers import Outlier as Outlier
     from perfdoctor.watch.sync_guard import allow_sync as allow_sync
     from perfdoctor.watch.sync_guard import sync_guard as sync_guard
 
@@ -101,6 +107,7 @@ _HOMES = {
         "StepTime",
     ),
     "perfdoctor.doors.analysis": ("analyze",),
+    "perfdoctor.doors.long_session": ("LongRun", "LongSession"),
     "perfdoctor.doors.session": ("Session", "watch"),
     "perfdoctor.doors.trial": ("LiveTrial",),
     "perfdoctor.emulate": ("emulate_cuda",),
@@ -113,6 +120,7 @@ _HOMES = {
     "perfdoctor.record.capture": ("Capture", "Environment", "Frame", "Site"),
     "perfdoctor.record.load": ("load_capture",),
     "perfdoctor.report.page": ("Report",),
+    "perfdoctor.report.tensorboard": ("write_diagnosis", "write_step_times"),
     "perfdoctor.report.trial": ("TrialReport",),
     "perfdoctor.treat.compiled": ("CompileReport", "CompiledModel", "compile_model"),
     "perfdoctor.treat.device_metrics": ("DeviceMetrics",),
@@ -132,6 +140,7 @@ _HOMES = {
     "perfdoctor.trial.verdict": ("Verdict",),
     "perfdoctor.watch.annotate": ("annotate",),
     "perfdoctor.watch.module_ranges": ("module_ranges",),
+    "perfdoctor.watch.outliers": ("Bill", "Outlier"),
     "perfdoctor.watch.sync_guard": ("allow_sync", "sync_guard"),
 }  # fmt: skip
 

@@ -7,17 +7,24 @@ after it. Where there is no GPU the script sees an emulated one.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, deliver
 from perfdoctor.cli.progress import progress
 from perfdoctor.errors import UsageError
 from perfdoctor.record.capture import Capture, Note
+
+if TYPE_CHECKING:
+    from perfdoctor.doors.rank_gathering import RankGroup
 
 _EMULATED = Note(
     code="emulated-device",
@@ -26,7 +33,7 @@ _EMULATED = Note(
 )
 
 # Own options that take no value. All others take one: the word after them is not the script.
-_FLAGS = frozenset({"--keep-going", "-h", "--help"})
+_FLAGS = frozenset({"--keep-going", "--treat", "-h", "--help"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +61,27 @@ def execute(argv: Sequence[str]) -> Outcome:
         )
     check_output(options.output)
     check_output(options.save)
-    capture, exit_code = _watch(command, options)
-    rank = capture.environment.rank or 0
+    ranks = _join(options)
+    with _unhurried(ranks):
+        return _watched(command, options, ranks)
+
+
+def _watched(command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> Outcome:
+    """Run the script, save, gather, report."""
+    capture, exit_code = _watch(command, options, ranks)
+    rank = capture.environment.rank or (ranks.rank if ranks is not None else 0)
     options.output, options.save = for_rank(options.output, rank), for_rank(options.save, rank)
     messages = []
-    if options.save:
+    if options.save and (ranks is None or ranks.selected):
         capture.save(options.save)
         messages.append(f"saved the recording in {options.save}")
     if exit_code != 0:
         messages.append(f"the script ended with exit code {exit_code}")
-    outcome = _diagnosed(capture, command.target, options)
-    # Under torchrun every rank comes here: one speaks, all write their files.
+    if ranks is not None and rank != 0:  # one rank speaks, all write their recordings
+        ranks.publish(capture)
+        messages += [ranks.problem] if ranks.problem else []
+        return Outcome(text="", exit_code=exit_code, messages=tuple(messages))
+    outcome = _diagnosed(capture, command.target, options, ranks)
     text = outcome.text if outcome.path or rank == 0 else ""
     return replace(
         outcome, text=text, exit_code=exit_code or outcome.exit_code, messages=(*messages, *outcome.messages)
@@ -102,6 +119,13 @@ def _parser() -> Parser:
     parser.add_argument(
         "--keep-going", action="store_true", help="let the script run to its end, unwatched, instead of stopping it"
     )
+    parser.add_argument(
+        "--ranks", type=_ranks, metavar="LIST", help="under torchrun: the ranks that record, as in 0,3 (all)"
+    )
+    parser.add_argument(
+        "--rank-timeout", type=float, default=60.0, metavar="S",
+        help="under torchrun: how long rank 0 waits for the recordings of the others, in seconds (60)",
+    )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", default="", help="keep the recording; perfdoctor analyze reads it")
     add_output_options(parser)
     return parser
@@ -114,16 +138,60 @@ def _count(text: str) -> int:
     return value
 
 
-def _watch(command: Command, options: argparse.Namespace) -> tuple[Capture, int]:
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))  # argparse turns the ValueError into a complaint
+
+
+def _join(options: argparse.Namespace) -> RankGroup | None:
+    """The ranks of this run under torchrun, None for a process on its own."""
+    if "RANK" not in os.environ:  # torch need not be there for a complaint about the command line
+        return None
+    from perfdoctor.doors.rank_gathering import join_ranks
+
+    return join_ranks(options.ranks, timeout_s=options.rank_timeout)
+
+
+@contextmanager
+def _unhurried(ranks: RankGroup | None) -> Iterator[None]:
+    """Under torchrun SIGTERM says that another rank has died: it ends the script as an exit does, and the report comes
+    all the same. torchrun gives it 30 s."""
+    if ranks is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if _is_in_script(frame):
+            raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_in_script(frame: FrameType | None) -> bool:
+    """Whether the script is still running: then there is something to end."""
+    while frame is not None:
+        if frame.f_code.co_name == "execute_program":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _watch(command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> tuple[Capture, int]:
     """The recording and the script's exit code."""
     try:
         import torch
     except ImportError as error:
         raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
     from perfdoctor.doors.script import ScriptOptions, run_script
+    from perfdoctor.doors.unwatched_rank import run_unwatched
 
+    runner = run_script if ranks is None or ranks.selected else run_unwatched
     with nullcontext() if torch.cuda.is_available() else _emulated() as device:
-        run = run_script(
+        run = runner(
             command.target,
             command.arguments,
             ScriptOptions(
@@ -145,10 +213,17 @@ def _emulated() -> Any:
     return emulate_cuda()
 
 
-def _diagnosed(capture: Capture, target: str, options: argparse.Namespace) -> Outcome:
-    from perfdoctor.diagnose import diagnose
+def _diagnosed(capture: Capture, target: str, options: argparse.Namespace, ranks: RankGroup | None) -> Outcome:
+    from perfdoctor.diagnose import diagnose_ranks
     from perfdoctor.report.page import Report
 
+    captures, missing = [capture], {}
+    if ranks is not None:
+        with progress("waiting for the other ranks"):
+            gathered = ranks.collect(capture)
+        captures, missing = list(gathered.captures), gathered.missing
+    if not captures:
+        raise UsageError("no rank has a recording: " + "; ".join(f"rank {r}: {why}" for r, why in missing.items()))
     with progress("diagnosing"):
-        report = Report.of(replace(diagnose(capture), source=target))
+        report = Report.of(replace(diagnose_ranks(captures, missing), source=target))
     return deliver(report, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,6 @@ from perfdoctor.diagnose.finding import (
     Binding,
     Diagnosis,
     Finding,
-    RankRow,
     Severity,
     Skipped,
     StepTime,
@@ -26,6 +25,7 @@ from perfdoctor.diagnose.host_sync import check_host_sync, check_unsynchronised_
 from perfdoctor.diagnose.joint import with_joint_headroom
 from perfdoctor.diagnose.kernel_time import check_communication, check_fusion, check_tensor_cores
 from perfdoctor.diagnose.launch_bound import check_launch_bound, check_small_kernels, kernel_gaps, late_launches
+from perfdoctor.diagnose.ranks import combine_ranks
 from perfdoctor.diagnose.review import Priced, Review, num_missing_kernels
 from perfdoctor.diagnose.switches import check_anomaly_mode, check_debug_switches
 from perfdoctor.diagnose.tensor_loop import MIN_REPEATS
@@ -58,15 +58,7 @@ CHECKS: tuple[Check, ...] = (
 
 def diagnose(capture: Capture) -> Diagnosis:
     """Judge one recording."""
-    review = Review(Timeline(capture), missing=num_missing_kernels(capture))
-    priced = [each for check in CHECKS for each in check(review)]
-    if not review.has_device:
-        missing = "none of the host's CUDA calls" if len(review.timeline.work) else "no device work"
-        review.skip("milliseconds on the device", f"{missing} was recorded; findings tell where, not how much")
-    if review.has_device:
-        # No findings of their own: idle time whose cause is known, so that little is left unexplained.
-        review.claim("launch-gaps", late_launches(review))
-        review.claim("kernel-gaps", kernel_gaps(review))
+    review, priced = review_of(capture)
     blind = review.missing is not None or _cut_beyond_replay(review)
     accounting = None if blind else account(review.timeline, review.claims)
     findings, remarks = with_joint_headroom(review, _without_shadowed(priced))
@@ -91,6 +83,20 @@ def diagnose(capture: Capture) -> Diagnosis:
     )
 
 
+def review_of(capture: Capture) -> tuple[Review, list[Priced]]:
+    """One recording after every check: what they found, and in the review who claimed which idle time."""
+    review = Review(Timeline(capture), missing=num_missing_kernels(capture))
+    priced = [each for check in CHECKS for each in check(review)]
+    if not review.has_device:
+        missing = "none of the host's CUDA calls" if len(review.timeline.work) else "no device work"
+        review.skip("milliseconds on the device", f"{missing} was recorded; findings tell where, not how much")
+    if review.has_device:
+        # No findings of their own: idle time whose cause is known, so that little is left unexplained.
+        review.claim("launch-gaps", late_launches(review))
+        review.claim("kernel-gaps", kernel_gaps(review))
+    return review, priced
+
+
 def _cut_beyond_replay(review: Review) -> bool:
     """Whether a cut file lacks so many rows that the rest does not fit together: then idle time is not known."""
     cut = any(note.code == "truncated" for note in review.capture.notes)
@@ -107,31 +113,16 @@ def _of_one_device(capture: Capture, review: Review) -> list[str]:
     return [f"Work of {len(devices)} devices was recorded: this page is of device {review.timeline.work.device[0]}."]
 
 
-def diagnose_ranks(captures: Sequence[Capture]) -> Diagnosis:
-    """Judge several ranks of one run: the diagnosis of the slowest, with a table of all."""
-    if len(captures) == 1:
+def diagnose_ranks(captures: Sequence[Capture], missing: Mapping[int, str] | None = None) -> Diagnosis:
+    """Judge the ranks of one run together: one page, a table of all, the late rank and why, shared findings said once.
+
+    Args:
+        captures: one for each rank that recorded; at least one.
+        missing: ranks that have no recording, and why each has none.
+    """
+    if len(captures) == 1 and not missing:
         return diagnose(captures[0])
-    judged = [diagnose(capture) for capture in captures]
-    rows = tuple(_rank_row(i, capture, each) for i, (capture, each) in enumerate(zip(captures, judged, strict=True)))
-    slowest = max(range(len(judged)), key=lambda i: rows[i].step_ns)
-    numbers = [row.rank for row in rows]
-    remarks = [f"This page is of rank {rows[slowest].rank}, the slowest of {len(rows)}."]
-    if len(set(numbers)) < len(numbers):
-        remarks.append("Several files say that they are the same rank: one file twice, or files of different runs?")
-    return replace(judged[slowest], ranks=rows, advice=(*remarks, *judged[slowest].advice))
-
-
-def _rank_row(position: int, capture: Capture, diagnosis: Diagnosis) -> RankRow:
-    accounting = diagnosis.accounting
-    exposed = next((f for f in diagnosis.findings if f.code == "exposed-communication"), None)
-    return RankRow(
-        rank=capture.environment.rank if capture.environment.rank is not None else position,
-        path=capture.path,
-        step_ns=diagnosis.step.median_ns if diagnosis.step else 0,
-        busy_ratio=accounting.busy_ns / accounting.window_ns if accounting and accounting.window_ns else 0.0,
-        exposed_communication_ns=(accounting.communication_ns if accounting else 0),
-        note=exposed.title if exposed else "",
-    )
+    return combine_ranks(captures, [diagnose(capture) for capture in captures], missing)
 
 
 def _steps_known(review: Review) -> bool:

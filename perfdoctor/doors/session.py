@@ -60,12 +60,13 @@ def watch(
         hits: the log of an emulated device, in place of live hooks. Inside `emulate_cuda()` it need not be given.
         profiled: False leaves the profiled phases out; True asks for them without CUDA as well.
     """
-    kind, options = Session, {}
-    if every_n_steps is not None:
+    plan = Plan(warmup=warmup, active=active)
+    if every_n_steps is None:
+        session = Session(plan, hits=hits, profiled=profiled)
+    else:
         from perfdoctor.doors.long_session import LongSession
 
-        kind, options = LongSession, {"every_n_steps": every_n_steps}
-    session = kind(Plan(warmup=warmup, active=active), hits=hits, profiled=profiled, **options)
+        session = LongSession(plan, every_n_steps=every_n_steps, hits=hits, profiled=profiled)
     session.gathering = Gathering(ranks=tuple(ranks or ()), timeout_s=rank_timeout_s)
     return session
 
@@ -86,6 +87,7 @@ class Session:
         self._live: LiveTrial | None = None
         self.gathering: Gathering | None = None  # with the other ranks, where they watch themselves too
         self._entered = False
+        self._recording = False  # from the start of the block on, unless other ranks were chosen to record
 
     def __enter__(self) -> Self:
         global _running
@@ -97,7 +99,8 @@ class Session:
             _running = self
             self._entered = True
         try:
-            if self.gathering is None or self.gathering.begin():
+            self._recording = self.gathering is None or self.gathering.begin()
+            if self._recording:
                 self.recorder.start()
         except BaseException:
             self._release()
@@ -158,7 +161,8 @@ class Session:
         """Say that a step ends here: for loops whose updates no torch optimizer makes."""
         if _running is not self:
             raise SessionError("session.step() belongs inside `with perfdoctor.watch() as session:`")
-        self.recorder.steps.mark()
+        if self._recording:
+            self.recorder.steps.mark()
 
     @property
     def capture(self) -> Capture:

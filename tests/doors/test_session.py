@@ -16,7 +16,8 @@ from perfdoctor.doors.session import watch
 from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import SessionError
 from perfdoctor.record.call_site import HitLog
-from perfdoctor.record.capture import Phase
+from perfdoctor.record.capture import Costs, Phase
+from perfdoctor.watch import calibration
 from perfdoctor.watch import recorder as recorder_module
 from perfdoctor.watch.plan import Stage
 from perfdoctor.watch.profile import ProfileWindow
@@ -157,7 +158,7 @@ def leave_by(way, session, loop):
 @pytest.mark.parametrize("way", ["end", "break", "error", "interrupt"])
 @pytest.mark.parametrize("profiled", [False, True])
 def test_everything_is_as_it_was_on_every_way_out(way, profiled, hooked, monkeypatch):
-    monkeypatch.setattr(recorder_module, "measure_costs", lambda: recorder_module.Costs())
+    monkeypatch.setattr(calibration, "measure_costs", lambda: Costs())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     loop = Loop(rows=200)
     before = state()

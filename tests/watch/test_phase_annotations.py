@@ -1,9 +1,9 @@
 """The phases of a plain loop, as torch.profiler records their ranges; everything is as before afterwards."""
 
 import functools
+import itertools
 import sys
 from collections import Counter, defaultdict
-import itertools
 
 import pytest
 import torch
