@@ -23,6 +23,7 @@ _VERBS = {
     "check": "find every sync of a training step without a GPU, and hold it against a budget",
     "trial": "measure what each suspect of a training script really costs, in a throw-away run",
     "compare": "hold the report after a change against the one before it",
+    "nsys": "record a command with Nsight Systems and say which lines make it slow",
     "bench": "what this machine can do: matmul, mlp, bandwidth, launch, norm",
     "analyze": "say the same of a trace: torch.profiler, Nsight Systems or a saved capture",
     "env": "GPU, driver, versions, and whether the tools of a kernel author work here",

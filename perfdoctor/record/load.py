@@ -16,6 +16,7 @@ from perfdoctor.record.capture import Capture, is_capture, read_capture
 from perfdoctor.record.event_halves import Progress
 from perfdoctor.record.kineto import read_kineto
 from perfdoctor.record.nsys import read_nsys
+from perfdoctor.record.sites_file import join_beside
 from perfdoctor.record.sqlite_tables import SQLITE_MAGIC
 
 _EXPECTED = (
@@ -56,7 +57,7 @@ def _load(file: Path, progress: Progress | None) -> Capture:
     if is_capture(head):
         return read_capture(file)
     if head.startswith(SQLITE_MAGIC):
-        return read_nsys(file)
+        return join_beside(read_nsys(file), file)
     if head.startswith(GZIP_MAGIC):
         return _load_gzip(file, progress)
     if _may_be_json(head):
@@ -107,4 +108,4 @@ def _export_and_load(report: Path) -> Capture:
         if done.returncode or not target.exists():
             reason = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
             raise BrokenTraceError(f"{report}: nsys could not export it ({reason}). Try: {command}")
-        return read_nsys(target)
+        return join_beside(read_nsys(target), report)

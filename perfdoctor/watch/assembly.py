@@ -118,7 +118,9 @@ class _Times:
 def _recording(recorder: Recorder, stage: Stage) -> Capture | None:
     from perfdoctor.record.load import load_capture
 
-    window = recorder.windows[stage]
+    window = recorder.windows.get(stage)
+    if window is None:
+        return None
     capture = window.capture(load_capture)
     if window.problem and not any(note.text == window.problem for note in recorder.notes):
         recorder.notes.append(Note(code="no-recording", text=f"{stage.name.lower()} recording: {window.problem}"))

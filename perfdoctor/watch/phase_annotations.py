@@ -39,7 +39,7 @@ _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_", "clip_grads_with_norm_
 
 
 class PhaseAnnotations:
-    """Ranges round the phases of every step while installed. `step_ended()` closes one step's range, opens the next.
+    """Ranges round the phases of every step while installed. Whoever knows where steps end opens and closes theirs.
 
     A few calls a step, under 1 us each when nobody listens. Hooks on modules would make torch.compile compile again:
     where it has compiled anything, or a module is compiled, there are no forward ranges.
@@ -49,7 +49,7 @@ class PhaseAnnotations:
         self._patches = Patches()
         self._handles: list[Any] = []
         self._step: Overlapping | None = None
-        self._number = 0
+        self.number = 0  # of the step
         self._update: Overlapping | None = None
         self._local = threading.local()
         self._hooked = False
@@ -72,7 +72,7 @@ class PhaseAnnotations:
             register_optimizer_step_pre_hook(self._update_began),
             register_optimizer_step_post_hook(self._update_ended),
         ]
-        self._open_step()
+        self.open_step(0)
 
     def remove(self) -> None:
         """End every range and take everything back."""
@@ -85,17 +85,19 @@ class PhaseAnnotations:
         self._update = self._step = None
         self._hooked = False
 
-    def step_ended(self) -> None:
+    def close_step(self) -> None:
         """A step has ended."""
         if self._step is not None:
             self._step.end()
-            self._number += 1
-            self._open_step()
-            self._watch_logging()
+            self._step = None
 
-    def _open_step(self) -> None:
-        self._step = Overlapping(f"step {self._number}")
+    def open_step(self, number: int) -> None:
+        """The step `number` begins."""
+        self.close_step()
+        self.number = number
+        self._step = Overlapping(f"step {number}")
         self._step.begin()
+        self._watch_logging()
 
     def _update_began(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _compiling():

@@ -9,13 +9,32 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from perfdoctor.errors import PerfDoctorError
-from perfdoctor.record.capture import Capture
+from perfdoctor.record.capture import Capture, Costs
 from perfdoctor.watch.patches import Patches
 
 LIGHT, FULL = ("CUDA",), ("CPU", "CUDA")
+
+
+class Window(Protocol):
+    """A tracer that a phase of a session runs under. `costs` is what tracing costs, once it was measured."""
+
+    problem: str  # why there is no recording
+    costs: Costs
+
+    def measure_costs(self) -> None:
+        """Before `start`: what a traced call costs here. Needs CUDA; waits for the device."""
+
+    def start(self) -> bool:
+        """Begin to record; False, with `problem` set, where that cannot be."""
+
+    def stop(self) -> None:
+        """End the recording. Safe to call twice."""
+
+    def capture(self, load: Callable[[Path], Capture]) -> Capture | None:
+        """The recording read back; None where there is none, or it is somebody else's."""
 
 
 class ProfileWindow:
@@ -32,6 +51,7 @@ class ProfileWindow:
         self._folder = ""
         self._delete: Callable[[], Any] = lambda: None
         self.problem = ""  # why there is no recording
+        self.costs = Costs()
 
     @property
     def _file(self) -> Path:
@@ -40,6 +60,12 @@ class ProfileWindow:
     @property
     def running(self) -> bool:
         return self._profiler is not None and not self.problem and bool(self._patches)
+
+    def measure_costs(self) -> None:
+        """The cost of a traced call and of a traced op, under profiles of its own."""
+        from perfdoctor.watch.calibration import measure_costs
+
+        self.costs = measure_costs()
 
     def start(self) -> bool:
         """Begin to record; False where a profiler of the user's is running."""

@@ -10,18 +10,19 @@ from perfdoctor.record import crossings
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Costs, Note
 from perfdoctor.watch.batches import BatchWaits
-from perfdoctor.watch.calibration import measure_costs, measure_pinned_copy
+from perfdoctor.watch.calibration import measure_pinned_copy
 from perfdoctor.watch.call_sites import CallSiteHooks
 from perfdoctor.watch.clocks import Stamp, cuda_active, stamp_now
 from perfdoctor.watch.constructions import OptimizerConstructions
 from perfdoctor.watch.garbage import CollectionHook
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Plan, Row, Stage
-from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow, profiler_running
+from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow, Window, profiler_running
 from perfdoctor.watch.ranges import PhaseRanges
 from perfdoctor.watch.sampler import StackSampler
 from perfdoctor.watch.settling import Settling
 from perfdoctor.watch.steps import StepDetector, now
+from perfdoctor.watch.sync_guard import allow_sync
 
 
 class Recorder:
@@ -45,7 +46,9 @@ class Recorder:
         self.following: Callable[[Stamp], None] | None = None  # gets the ends of the steps after the last phase
         self.steps = StepDetector(stamp_now, self._ended, self._restart)
         self.batches = BatchWaits(self.pauses, self._handed)
-        self.windows = {Stage.LIGHT: ProfileWindow(LIGHT), Stage.FULL: ProfileWindow(FULL)}
+        self.windows: dict[Stage, Window] = {Stage.LIGHT: ProfileWindow(LIGHT), Stage.FULL: ProfileWindow(FULL)}
+        self.step_closed: Callable[[], None] = lambda: None  # called at the end of each step, before any edge
+        self.step_opened: Callable[[int], None] = lambda number: None  # and once the next one begins
         self.ranges = PhaseRanges()
         self.sampler = StackSampler(self.log.sites)
         self.constructions = OptimizerConstructions(self.log.sites)
@@ -62,7 +65,7 @@ class Recorder:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The phases that this loop will go through."""
-        recorded = (Stage.LIGHT, Stage.FULL) if self._traceable() else ()
+        recorded = tuple(self.windows) if self._traceable() else ()
         return (Stage.WARMUP, Stage.BARE, Stage.SITES, *recorded)
 
     @property
@@ -82,6 +85,14 @@ class Recorder:
         self._collections.install()
         self._hook_warnings()
         self._start = stamp_now()
+
+    def set_apart(self) -> None:
+        """What has run since the last step ended belongs to no step: an evaluation between two of them.
+
+        Does nothing where the next step has begun: it has its first batch already.
+        """
+        if self._start is not None and not self.over and not self._counts[0]:
+            self._start = stamp_now()
 
     def stop(self) -> None:
         """End whatever is running and restore everything. The step that was cut short is kept as such."""
@@ -105,8 +116,7 @@ class Recorder:
             self._collections.remove,
             self.ranges.end,
             self.sampler.stop,
-            self.windows[Stage.LIGHT].stop,
-            self.windows[Stage.FULL].stop,
+            *(window.stop for window in self.windows.values()),
             self.batches.remove,
         ):
             release()
@@ -136,6 +146,7 @@ class Recorder:
             if self.following is not None:
                 self.following(stamp)
             return
+        self.step_closed()
         self._keep(stamp, complete=True)
         self._start = stamp
         if self._complete():
@@ -148,6 +159,8 @@ class Recorder:
         if self.over:
             self._unhook()
             self.finished()
+        else:
+            self.step_opened(len(self.rows))
 
     def _keep(self, end: Stamp, *, complete: bool) -> None:
         assert self._start is not None
@@ -191,7 +204,8 @@ class Recorder:
     def _at_edge(self, change: Callable[[], None]) -> None:
         self.hooks.paused = True
         try:
-            change()
+            with allow_sync("perfdoctor: between two phases"):
+                change()
         except Exception as error:  # whatever goes wrong in here must not end the user's loop
             self.notes.append(Note(code="phase-failed", text=f"the phase {self.stage.name.lower()} failed: {error!r}"))
             self.stage = Stage.DONE
@@ -225,13 +239,16 @@ class Recorder:
             self.hooks.patch_calls()
 
     def _record(self, stage: Stage) -> None:
+        window = self.windows[stage]
         if stage == Stage.LIGHT and cuda_active() and not profiler_running():
             sys.modules["torch"].cuda.synchronize()
-            self.costs, self.pinned_bytes_per_s = measure_costs(), measure_pinned_copy()
+            window.measure_costs()
+            self.pinned_bytes_per_s = measure_pinned_copy()
         if stage == Stage.FULL:
             self.sampler.start()
-        if not self.windows[stage].start():
-            self.notes.append(Note(code="profiler-busy", text=self.windows[stage].problem))
+        if not window.start():
+            self.notes.append(Note(code="profiler-busy", text=window.problem))
+        self.costs = self.windows[Stage.LIGHT].costs
 
     def _traceable(self) -> bool:
         return cuda_active() and not self.emulated if self._profiled is None else self._profiled
