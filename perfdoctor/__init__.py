@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from perfdoctor.diagnose.finding import Skipped as Skipped
     from perfdoctor.diagnose.finding import StepTime as StepTime
     from perfdoctor.doors.analysis import analyze as analyze
+    from perfdoctor.doors.huggingface import PerfDoctorTrainerCallback as PerfDoctorTrainerCallback
+    from perfdoctor.doors.lightning import PerfDoctorCallback as PerfDoctorCallback
     from perfdoctor.doors.long_session import LongRun as LongRun
     from perfdoctor.doors.long_session import LongSession as LongSession
     from perfdoctor.doors.session import Session as Session
@@ -107,6 +109,8 @@ _HOMES = {
         "StepTime",
     ),
     "perfdoctor.doors.analysis": ("analyze",),
+    "perfdoctor.doors.huggingface": ("PerfDoctorTrainerCallback",),
+    "perfdoctor.doors.lightning": ("PerfDoctorCallback",),
     "perfdoctor.doors.long_session": ("LongRun", "LongSession"),
     "perfdoctor.doors.session": ("Session", "watch"),
     "perfdoctor.doors.trial": ("LiveTrial",),

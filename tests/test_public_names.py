@@ -16,13 +16,14 @@ NAMES = [
     "CompileReport", "CompiledModel", "DeviceMetrics", "DevicePrefetcher", "Diagnosis", "Environment", "Finding",
     "Frame", "FrozenStateWarning", "GraphBreak", "GraphBreaks", "GraphLimitWarning", "GraphObstacles", "GraphedStep",
     "Headroom", "LiveTrial", "LongRun", "LongSession", "Loop", "Measurement", "MetricValue", "NonFiniteError",
-    "NonFiniteHit", "NonFiniteWatch", "NotATraceError", "Numerics", "Obstacle", "Outlier", "PerfDoctorError",
-    "ProfileTable", "Reading", "Recompilation", "Report", "Saving", "Session", "SessionError", "Severity", "Site",
-    "Skipped", "StaleBatchError", "StepTime", "SyncBudgetExceeded", "TREATMENTS", "Treatment", "TreatmentRefused",
-    "TrialOutcome", "TrialRefused", "TrialReport", "UnsupportedTraceError", "UsageError", "Verdict", "allow_sync",
-    "analyze", "annotate", "benchmark", "clip_grad_norm_", "compile_model", "emulate_cuda", "grad_norm", "grad_stats",
-    "graph_breaks", "graph_obstacles", "graphed_step", "load_capture", "module_ranges", "profile_table", "sync_guard",
-    "watch", "write_diagnosis", "write_step_times",
+    "NonFiniteHit", "NonFiniteWatch", "NotATraceError", "Numerics", "Obstacle", "Outlier", "PerfDoctorCallback",
+    "PerfDoctorError", "PerfDoctorTrainerCallback", "ProfileTable", "Reading", "Recompilation", "Report", "Saving",
+    "Session", "SessionError", "Severity", "Site", "Skipped", "StaleBatchError", "StepTime", "SyncBudgetExceeded",
+    "TREATMENTS", "Treatment", "TreatmentRefused", "TrialOutcome", "TrialRefused", "TrialReport",
+    "UnsupportedTraceError", "UsageError", "Verdict", "allow_sync", "analyze", "annotate", "benchmark",
+    "clip_grad_norm_", "compile_model", "emulate_cuda", "grad_norm", "grad_stats", "graph_breaks", "graph_obstacles",
+    "graphed_step", "load_capture", "module_ranges", "profile_table", "sync_guard", "watch", "write_diagnosis",
+    "write_step_times",
 ]  # fmt: skip
 
 

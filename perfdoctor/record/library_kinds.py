@@ -40,7 +40,9 @@ _RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("transformers/trainer.py", ("log", "_maybe_log_save_evaluate"), "logging"),
     ("accelerate/optimizer.py", (), "optimizer_internal"),
 )
-_LIGHTNING_LOGGING = ("logger_connector", "/loggers/", "/callbacks/progress", "/core/module.py", "utilities/metrics")
+_LIGHTNING_LOGGING = ("logger_connector", "/loggers/", "/callbacks/progress", "utilities/metrics")
+# Of core/module.py only these: `LightningModule.backward` is there too, and syncs for other reasons.
+_LIGHTNING_LOG = frozenset(("log", "log_dict", "_log_dict_through_fabric", "__to_tensor"))
 
 
 def library_kind(frame: FrameType | None) -> str | None:
@@ -68,6 +70,7 @@ def _rule(code: CodeType) -> str | None:
     for prefix, functions, kind in _RULES:
         if path.startswith(prefix) and (not functions or code.co_name in functions):
             return kind
-    if file_owner(code.co_filename) == "lightning" and any(part in path for part in _LIGHTNING_LOGGING):
-        return "logging"
-    return None
+    if file_owner(code.co_filename) != "lightning":
+        return None
+    logs = path.endswith("/core/module.py") and code.co_name in _LIGHTNING_LOG
+    return "logging" if logs or any(part in path for part in _LIGHTNING_LOGGING) else None

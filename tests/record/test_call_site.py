@@ -233,3 +233,15 @@ def test_library_frames_say_what_was_asked_for(monkeypatch, capsys):
     kinds.clear()
     logging.getLogger("perfdoctor.test").warning("loss %s", value)
     assert set(kinds) == {"logging"}
+
+
+def test_lightning_s_backward_is_no_logging():
+    pl = pytest.importorskip("pytorch_lightning")
+    kinds = []
+
+    class Loss:
+        def backward(self):
+            kinds.append(library_kind(sys._getframe(0).f_back))
+
+    pl.LightningModule().backward(Loss())
+    assert kinds == [None]

@@ -63,9 +63,9 @@ def test_a_read_is_charged_to_the_line_that_logged(tmp_path, monkeypatch):
 
 def test_lightning_may_be_loaded_late(monkeypatch):
     metrics, patches, log = LoggedMetrics(SiteTable()), Patches(), pl.LightningModule.log
-    name = "pytorch_lightning.core.module"
     with monkeypatch.context() as absent:
-        absent.delitem(sys.modules, name)
+        absent.delitem(sys.modules, "pytorch_lightning.core.module")
+        absent.delitem(sys.modules, "lightning.pytorch.core.module", raising=False)
         metrics.install(patches)
         assert not patches
     metrics.install(patches)

@@ -1,0 +1,249 @@
+"""`PerfDoctorCallback`: a Lightning Trainer's fit, watched and, where asked, treated.
+
+    trainer = Trainer(callbacks=[perfdoctor.PerfDoctorCallback(report_dir="reports")])
+    trainer.fit(model, loader)                          # prints the report at the end
+
+Importing this module imports no Lightning; making a callback does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from perfdoctor.doors.callback_class import LateCallback
+from perfdoctor.doors.lightning_data import FetchWaits
+from perfdoctor.doors.lightning_phases import LightningPhases
+from perfdoctor.doors.lightning_treatments import Treatments, check_names
+from perfdoctor.doors.windows import Scalars, WindowOptions, Windows
+from perfdoctor.errors import SessionError, UsageError
+from perfdoctor.report.page import Report
+
+_log = logging.getLogger("perfdoctor")
+_PACKAGES = ("pytorch_lightning", "lightning.pytorch")
+
+
+class PerfDoctorCallback(LateCallback):
+    """Watches a window of `Trainer.fit`, of `pytorch_lightning` and of `lightning.pytorch` alike, and reports.
+
+    The window begins with the training, after the sanity check: `warmup` steps (more while the loop compiles or its
+    memory grows), then `active` steps in each phase of a session (see `perfdoctor.watch`); after that everything is
+    taken back and training goes on unwatched. With `every_n_steps` another window begins every that many steps.
+    Nothing is added to a measured step that waits for the device; the wait to start and stop the profiler lies between
+    two phases.
+
+    The report is printed at the end of the fit by rank 0, after an exception too, and is there as `report`.
+    `report_dir` gets it as `perfdoctor.txt` and `perfdoctor.json` (`perfdoctor-step000100.*` with `every_n_steps`;
+    other ranks add `-rank1`, and rank 0 speaks of all of them); without it no file is written. The trainer's loggers
+    get `perfdoctor/step_ms`, `busy_ratio`, `syncs_per_step`, `data_wait_ms` and `idle_ms/<cause>`, as far as they were
+    measured, when a window is over and is read: at the first batch after it with `every_n_steps`, else at the end of
+    training. An evaluation inside the training is no part of a step.
+
+    Every hook that Lightning calls is a range for torch.profiler and for Nsight Systems while one of them listens.
+
+    `treatments`, in place during the fit (the first three do nothing on the CPU):
+        "prefetch"          the next batches are copied to the device while the step runs (`DevicePrefetcher`). Hooks
+                            that expect a batch on the host (`on_before_batch_transfer`, `transfer_batch_to_device`)
+                            and loaders with a state of their own are refused.
+        "deferred-logging"  `self.log` without a stall, for the progress bar and the loggers (`DeviceMetrics`). The bar
+                            shows values, and the loggers get their lines, when they have arrived: about one step late,
+                            each line under its own step. At the end of an epoch they are waited for.
+        "clip"              gradients are clipped by `perfdoctor.clip_grad_norm_` wherever the Trainer would clip by
+                            norm; equal to torch's but for rounding. Not with plugins that clip in their own way.
+        "nan-watch"         `NonFiniteWatch`: NonFiniteError some steps after the loss or a gradient has gone bad.
+    All but "clip" leave every number as it is, to the bit.
+
+    Raises:
+        UsageError: a wrong number, an unknown treatment, or Lightning is not installed.
+    """
+
+    @classmethod
+    def library_bases(cls) -> list[type]:
+        """The Callback of each Lightning that is loaded; where none is, of one that is installed."""
+        loaded = [sys.modules[f"{name}.callbacks"].Callback for name in _PACKAGES if f"{name}.callbacks" in sys.modules]
+        return loaded or [_installed()]
+
+    def __init__(
+        self,
+        warmup: int = 5,
+        active: int = 10,
+        every_n_steps: int | None = None,
+        report_dir: str | os.PathLike[str] | None = None,
+        treatments: Sequence[str] = (),
+        *,
+        profiled: bool | None = None,
+    ) -> None:
+        """`profiled`: as for `perfdoctor.watch`."""
+        super().__init__()
+        self.options = WindowOptions(
+            warmup=warmup, active=active, every_n_steps=every_n_steps, report_dir=report_dir, profiled=profiled
+        )
+        self.treatments = check_names(treatments)
+        self._windows: Windows | None = None
+        self._waits: FetchWaits | None = None
+        self._phases: LightningPhases | None = None
+        self._treated: Treatments | None = None
+        self._unprinted = False
+
+    @property
+    def report(self) -> Report | None:
+        """Of the newest window that is over; None before."""
+        return self._windows.report if self._windows is not None else None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what cannot be watched before anything is hooked.
+
+        Raises:
+            SessionError: another session is running, or the Trainer has a second PerfDoctorCallback.
+            UsageError: `report_dir` cannot be made.
+        """
+        if stage != "fit":
+            return
+        self._take_back(None)  # a fit before may have ended in a way that told nobody
+        others = sum(isinstance(each, PerfDoctorCallback) for each in trainer.callbacks)
+        if others > 1:
+            raise SessionError(f"{others} PerfDoctorCallbacks in one Trainer: pass one")
+
+        def log(scalars: Scalars, step: int) -> None:
+            _log_scalars(trainer, scalars, step)
+
+        windows = Windows(options=self.options, log=log, rank=int(trainer.global_rank))
+        windows.check()
+        self._windows = windows
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Training begins: treat it, and open the first window."""
+        assert self._windows is not None
+        self._treated = Treatments(self.treatments, trainer, pl_module)
+        self._treated.apply()
+        self._waits = FetchWaits(trainer, self._windows)
+        self._phases = LightningPhases(trainer, self._windows)
+        self._watch(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """An epoch may bring another loader."""
+        if self._treated is not None:
+            self._treated.epoch_starts()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Between two batches windows end and begin."""
+        windows = self._windows
+        if windows is None:
+            return
+        step = _step_of(trainer)
+        if windows.session is not None and windows.session.done:
+            self._unwatch()
+            windows.end()
+            self._unprinted = True
+            if self.options.every_n_steps is not None:
+                windows.read(step)
+        if windows.is_due(step):
+            self._watch(trainer)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """A loss is there."""
+        if self._treated is not None:
+            self._treated.has_loss(loss)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A batch is over."""
+        if self._treated is not None:
+            self._treated.batch_ends(outputs)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """An evaluation inside the training is no part of a step."""
+        if self._windows is not None:
+            self._windows.set_apart()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log lines on their way go out before those of the epoch."""
+        if self._treated is not None:
+            self._treated.epoch_ends()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training is over: take everything back and read the window."""
+        self._end(trainer, None)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The progress bar is gone: print."""
+        self._print(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The fit has failed or was interrupted: take everything back, report what was seen."""
+        try:
+            self._end(trainer, exception)
+        except Exception as error:  # log lines of a device in error, say: the user's exception is the one to be seen
+            _log.warning("perfdoctor could not give out everything of the fit that failed: %r", error)
+        self._print(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Whatever happened, nothing stays hooked."""
+        self._take_back(None)
+
+    def _watch(self, trainer: Any) -> None:
+        """Open a window."""
+        assert self._windows is not None
+        assert self._waits is not None
+        assert self._phases is not None
+        self._windows.open(_step_of(trainer))
+        self._waits.install()
+        self._phases.install()
+
+    def _unwatch(self) -> None:
+        if self._waits is not None:
+            self._waits.remove()
+        if self._phases is not None:
+            self._phases.remove()
+
+    def _end(self, trainer: Any, exception: BaseException | None) -> None:
+        windows = self._windows
+        try:
+            if windows is not None:
+                self._unwatch()
+                windows.end()
+                self._unprinted |= windows.read(_step_of(trainer))
+        finally:
+            self._take_back(exception)
+
+    def _take_back(self, exception: BaseException | None) -> None:
+        treated, self._treated = self._treated, None
+        try:
+            if treated is not None:
+                treated.undo(exception)
+        finally:
+            self._unwatch()
+            if self._windows is not None:
+                self._windows.drop()
+
+    def _print(self, trainer: Any) -> None:
+        report = self.report
+        if self._unprinted and report is not None and trainer.is_global_zero:
+            print(report)
+        self._unprinted = False
+
+
+def _installed() -> Any:
+    for name in _PACKAGES:
+        try:
+            return importlib.import_module(f"{name}.callbacks").Callback
+        except ImportError:
+            continue
+    raise UsageError("PerfDoctorCallback needs Lightning: pip install 'perfdoctor[lightning]'")
+
+
+def _step_of(trainer: Any) -> int:
+    """The step of Lightning's own log lines: batches that were stepped on, however many optimizers there are."""
+    loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    return int(getattr(loop, "_batches_that_stepped", trainer.global_step))
+
+
+def _log_scalars(trainer: Any, scalars: Scalars, step: int) -> None:
+    if not scalars or not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(scalars), step=step)
+        logger.save()

@@ -1,0 +1,172 @@
+"""Treatments tried in an unmodified script: chosen by the diagnosis, its files gone, failures, the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from perfdoctor.cli.run import split_command
+from perfdoctor.cli.trial import execute
+from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity
+from perfdoctor.doors.treatment_trial import TreatmentOptions, _ordered, try_treatments
+from perfdoctor.emulate import emulate_cuda
+from perfdoctor.errors import SessionError, UsageError
+from perfdoctor.record.capture import Environment
+from perfdoctor.treat.switches import TREATMENTS
+from perfdoctor.trial.treatments_trial import TreatmentLimits
+
+LIMITS = TreatmentLimits(seconds=60, each_seconds=3, rounds=6)
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99)
+loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4, shuffle=True)
+step = 0
+while step < {steps}:
+    for (x,) in loader:
+        loss = model(x.to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 50 == 0:
+            torch.save(model.state_dict(), {path!r})
+        if step == {steps}:
+            break
+"""
+
+
+def _script(tmp_path: Path, steps: int) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT.format(steps=steps, path=str(tmp_path / "model.pt")))
+    return str(tmp_path / "train.py")
+
+
+def _options(*names: str, limits: TreatmentLimits = LIMITS) -> TreatmentOptions:
+    return TreatmentOptions(names=names, limits=limits, warmup=1, active=3)
+
+
+def test_verdicts_no_files_and_everything_as_before(tmp_path: Path) -> None:
+    before = (torch.Tensor.backward, DataLoader.__iter__)
+    run = try_treatments(_script(tmp_path, 10**9), (), _options("set_to_none", "dataloader_workers", "tf32"))
+    by_name = {verdict.treatment: verdict for verdict in run.verdicts}
+    # A schedule changes the rate at each step: equal losses show that it was put back each time.
+    assert by_name["set_to_none"].parity.difference == 0
+    assert by_name["set_to_none"].saving is not None
+    assert by_name["dataloader_workers"].parity.difference == 0
+    assert by_name["dataloader_workers"].parity.num_losses == 8
+    assert by_name["tf32"].reason.startswith("does not fit")
+    assert any("model.pt" in note for note in run.notes)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert (torch.Tensor.backward, DataLoader.__iter__) == before
+
+
+def test_on_the_emulated_device_batches_are_prefetched_with_equal_losses(tmp_path: Path) -> None:
+    with emulate_cuda() as device:
+        options = _options("prefetch", "our_clip", "log_every_n", "bf16_autocast")
+        options = TreatmentOptions(names=options.names, limits=LIMITS, warmup=1, active=3, hits=device.log)
+        run = try_treatments(_script(tmp_path, 10**9), (), options)
+    by_name = {verdict.treatment: verdict for verdict in run.verdicts}
+    assert all(by_name[name].parity.difference == 0 for name in ("prefetch", "our_clip", "log_every_n"))
+    assert (by_name["bf16_autocast"].parity.difference or 0.0) > 0
+    assert "pageable-copy" in {finding.code for finding in run.diagnosis.findings}
+
+
+DYING = """
+import os, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+with open({runs!r}, "a") as file:
+    file.write("run ")
+while True:
+    loss = model(torch.ones(2, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if optimizer.param_groups[0].get("fused"):
+        raise torch.OutOfMemoryError("planned")
+"""
+
+
+def test_a_script_that_dies_of_a_treatment_is_run_again_for_the_others(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DYING.format(runs=str(tmp_path / "runs.txt")))
+    options = _options("gc_frozen", "fused_optimizer", "set_to_none")
+    run = try_treatments(str(tmp_path / "train.py"), (), options)
+    names = [verdict.treatment for verdict in run.verdicts if " + " not in verdict.treatment]
+    assert names == ["gc_frozen", "fused_optimizer", "set_to_none"]
+    by_name = {verdict.treatment: verdict for verdict in run.verdicts}
+    assert by_name["fused_optimizer"].reason == "failed: out of memory: OutOfMemoryError: planned"
+    assert by_name["set_to_none"].parity.difference == 0
+    assert not (tmp_path / "runs.txt").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_told_and_the_best_set_is_tried(tmp_path: Path) -> None:
+    options = _options("prefetch", "fused_optimizer", "pin_memory", "our_clip", limits=TreatmentLimits(seconds=60))
+    run = try_treatments(_script(tmp_path, 10**9), (), options)
+    timed = [verdict for verdict in run.verdicts if verdict.saving is not None]
+    assert {"prefetch", "fused_optimizer", "pin_memory"} <= {verdict.treatment for verdict in timed}
+    for verdict in timed:
+        assert verdict.parity.kept
+        assert verdict.peak_memory_before_bytes is not None
+        assert 0 < verdict.peak_memory_before_bytes < 10**9
+        assert verdict.peak_memory_after_bytes is not None
+    accepted = [verdict for verdict in timed if verdict.accepted and " + " not in verdict.treatment]
+    assert any(" + " in verdict.treatment for verdict in run.verdicts) == (len(accepted) > 1)
+
+
+def test_a_short_script_and_an_unknown_treatment(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match="50 steps to be watched"):
+        try_treatments(_script(tmp_path, 3), (), _options("set_to_none"))
+    with pytest.raises(UsageError, match="no treatment"):
+        try_treatments(_script(tmp_path, 3), (), _options("magic"))
+
+
+def test_what_the_time_does_not_allow_is_said(tmp_path: Path) -> None:
+    limits = TreatmentLimits(seconds=1.0, each_seconds=1.0, rounds=6)
+    run = try_treatments(_script(tmp_path, 10**9), (), _options("set_to_none", "gc_frozen", limits=limits))
+    assert [verdict.treatment for verdict in run.verdicts] == ["set_to_none", "gc_frozen"]
+    assert run.verdicts[-1].reason == "not tried: the time was spent (--seconds)"
+
+
+def test_those_that_cure_what_was_found_come_first_and_compilation_last() -> None:
+    found = Finding(code="garbage-collection", severity=Severity.COST, title="collects")
+    diagnosis = Diagnosis(
+        source="",
+        environment=Environment(),
+        step=None,
+        binding=Binding.UNKNOWN,
+        accounting=None,
+        findings=(found,),
+        leave_alone=(),
+    )
+    names = [each.name for each in _ordered(TREATMENTS, diagnosis)]
+    assert names[0] == "gc_frozen"
+    assert all(name.startswith("compile") for name in names[-3:])
+    assert sorted(names) == sorted(each.name for each in TREATMENTS)
+
+
+@pytest.mark.parametrize(
+    "own", [("--treat",), ("--treat=a,b",), ("--seconds", "30", "--treat"), ("--treat", "--steps=3")]
+)
+def test_the_script_is_found_behind_the_option(own: tuple[str, ...]) -> None:
+    command = split_command([*own, "train.py", "--treat", "x"])
+    assert (command.own, command.target, command.arguments) == (own, "train.py", ("--treat", "x"))
+
+
+def test_the_command_line_prints_json_and_text(tmp_path: Path) -> None:
+    script = _script(tmp_path, 10**9)
+    few = ["--warmup", "1", "--active", "3", "--seconds", "20", "--treat=set_to_none,tf32"]
+    document = json.loads(execute([*few, "--format", "json", script]).text)
+    assert {row["treatment"] for row in document["verdicts"]} == {"set_to_none", "tf32"}
+    page = execute([*few, script]).text
+    assert page.startswith(f"Treatments of {script}")
+    assert "does not fit: TF32 needs a CUDA device" in page
