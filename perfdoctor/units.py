@@ -81,3 +81,8 @@ def format_of_day(ratio: float) -> str:
 def format_ratio_change(ratio: float) -> str:
     """A relative change with its sign: '+1.2 %', '-0.3 %'."""
     return f"{100 * ratio:+.1f} %"
+
+
+def format_times(ratio: float) -> str:
+    """`format_times(1.25)` is '1.25x'; a saving that reaches the whole step has no upper end."""
+    return f"{ratio:.2f}x" if ratio < 100 else ">99x"

@@ -57,3 +57,8 @@ def test_bytes_rates_and_counts() -> None:
 
 def test_json_milliseconds_keep_a_microsecond() -> None:
     assert units.ms(5_430_499) == 5.43
+
+
+def test_how_many_times_as_fast() -> None:
+    assert units.format_times(1.25) == "1.25x"
+    assert units.format_times(float("inf")) == ">99x"

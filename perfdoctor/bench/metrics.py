@@ -246,7 +246,12 @@ def _alone(loop: Loop) -> dict[str, float]:
     watch = perfdoctor.NonFiniteWatch(loop.model)
     for parameter in loop.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    calls["NonFiniteWatch.check, step"] = lambda: (watch.check(loss), watch.step())
+
+    def checked() -> None:
+        watch.check(loss)
+        watch.step()
+
+    calls["NonFiniteWatch.check, step"] = checked
     found = {}
     for name, call in calls.items():
         call()

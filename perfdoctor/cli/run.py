@@ -225,5 +225,5 @@ def _diagnosed(capture: Capture, target: str, options: argparse.Namespace, ranks
     if not captures:
         raise UsageError("no rank has a recording: " + "; ".join(f"rank {r}: {why}" for r, why in missing.items()))
     with progress("diagnosing"):
-        report = Report.of(replace(diagnose_ranks(captures, missing), source=target))
+        report = Report.of(replace(diagnose_ranks(captures, missing), source=target), captures)
     return deliver(report, options)

@@ -3,19 +3,24 @@
 The script is watched, then its loop goes on with one suspect after the other switched off and on in blocks of steps.
 What it writes goes to a scratch folder and is deleted. It must run long enough: some 50 steps are watched, a few
 hundred to two thousand tried, then it is stopped. It advances whatever outside stream it reads from.
+
+With `--treat` (or `--treat=a,b`) it is treatments that are tried: real changes, losses compared first, lines to keep.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from perfdoctor.cli.output import Outcome, Parser, check_output
 from perfdoctor.cli.run import Command, split_command
 from perfdoctor.errors import UsageError
+
+_EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
 
 
 def execute(argv: Sequence[str]) -> Outcome:
@@ -32,6 +37,8 @@ def execute(argv: Sequence[str]) -> Outcome:
             "no script: perfdoctor trial [options] script.py args..., or -m module (--help lists the options)"
         )
     check_output(options.output)
+    if options.treat is not None:
+        return _treat(command, options)
     run = _try(command, options)
     from perfdoctor.report.trial import TrialReport
 
@@ -42,17 +49,10 @@ def execute(argv: Sequence[str]) -> Outcome:
 
 
 def _try(command: Command, options: argparse.Namespace) -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
-    from perfdoctor.doors.trial import TrialOptions, run_trial
-    from perfdoctor.trial.runner import Limits
+    with _device(options) as device:
+        from perfdoctor.doors.trial import TrialOptions, run_trial
+        from perfdoctor.trial.runner import Limits
 
-    emulated = options.device == "emulated"
-    if emulated and torch.cuda.is_available():
-        raise UsageError("--device emulated: there is a GPU here, whose times are the ones that count")
-    with _emulated() if emulated else nullcontext() as device:
         return run_trial(
             command.target,
             command.arguments,
@@ -67,10 +67,49 @@ def _try(command: Command, options: argparse.Namespace) -> Any:
         )
 
 
-def _emulated() -> Any:
+def _treat(command: Command, options: argparse.Namespace) -> Outcome:
+    with _device(options) as device:
+        from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
+        from perfdoctor.trial.treatments_trial import TreatmentLimits
+
+        run = try_treatments(
+            command.target,
+            command.arguments,
+            TreatmentOptions(
+                names=options.treat,
+                module=command.module,
+                warmup=options.warmup,
+                active=options.active,
+                limits=TreatmentLimits(seconds=options.seconds),
+                hits=None if device is None else device.log,
+            ),
+        )
+    from perfdoctor.report.verdicts import render_verdicts, render_verdicts_json
+
+    notes = (*run.notes, _EMULATED) if device is not None else run.notes
+    if options.format == "json":
+        text = render_verdicts_json(run.verdicts, run.diagnosis, notes=notes)
+    else:
+        text = render_verdicts(run.verdicts, run.diagnosis, notes=notes, root=os.getcwd())
+    return Outcome(text=text, path=options.output)
+
+
+@contextmanager
+def _device(options: argparse.Namespace) -> Iterator[Any]:
+    """The emulated device where it was asked for, None where the script sees what is there."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
+    if options.device != "emulated":
+        yield None
+        return
+    if torch.cuda.is_available():
+        raise UsageError("--device emulated: there is a GPU here, whose times are the ones that count")
     from perfdoctor.emulate import emulate_cuda
 
-    return emulate_cuda()
+    with emulate_cuda() as device:
+        yield device
 
 
 def _parser() -> Parser:
@@ -86,6 +125,10 @@ def _parser() -> Parser:
     parser.add_argument("--seconds", type=_seconds, default=120.0, metavar="S", help="at most so long on trial (120)")
     parser.add_argument("--suspects", type=_count, default=6, metavar="N", help="at most so many findings tried (6)")
     parser.add_argument(
+        "--treat", type=_names, nargs="?", const=(), metavar="a,b",
+        help="try treatments instead: those that cure what was found first, then the others that fit; or those named",
+    )  # fmt: skip
+    parser.add_argument(
         "--device",
         choices=("real", "emulated"),
         default="real",
@@ -94,6 +137,10 @@ def _parser() -> Parser:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="of the report (text)")
     parser.add_argument("-o", "--output", metavar="FILE", default="", help="write the report there")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 def _count(text: str) -> int:

@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the script to its end, or until it has been watched; give back its exit code."""
     own, words = _split(argv)
     options = _parser().parse_args(own)
+    target = Path(expand(options.sites)).absolute()  # now: the script may change the folder, or its environment
     marks: dict[int, int] = {}
     try:
         run = run_script(
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             ),
         )
         sites = Sites(capture=run.capture, marks=marks, exit_code=run.exit_code)
-        write_sites(sites, Path(expand(options.sites)))
+        write_sites(sites, target)
     except (PerfDoctorError, OSError) as error:
         print(f"perfdoctor: {error}", file=sys.stderr, flush=True)
         return 2

@@ -127,9 +127,9 @@ class LiveTrial:
 
     def _end(self) -> None:
         self._over = True
-        self._put_back()
         self._session.recorder.following = None
         self._session.recorder.steps.idle = True
+        self._put_back()
         self._ended()
 
     def _keep(self, optimizers: list[Any]) -> None:
@@ -198,7 +198,7 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
     outcome = replace(
         outcome,
         diagnosis=replace(outcome.diagnosis, source=target),
-        notes=(*outcome.notes, *_files(box)),
+        notes=(*outcome.notes, *files_of(box)),
     )
     return ScriptTrial(outcome=outcome, exit_code=exit_code, stopped=stopped)
 
@@ -207,7 +207,7 @@ def _stop() -> None:
     raise ScriptStopped
 
 
-def _files(box: Sandbox) -> list[str]:
+def files_of(box: Sandbox) -> list[str]:
     notes = []
     if box.files:
         shown = ", ".join(box.files[:10]) + (f" and {len(box.files) - 10} more" if len(box.files) > 10 else "")

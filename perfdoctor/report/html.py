@@ -8,18 +8,37 @@ from html import escape
 from perfdoctor.diagnose.finding import Accounting, Diagnosis, Finding, RankRow, Severity, StepTime
 from perfdoctor.report import phrases
 from perfdoctor.report.shares import Share, shares
-from perfdoctor.report.style import BUSY_COLOURS, CSS, IDLE_COLOURS, UNEXPLAINED_COLOUR
+from perfdoctor.report.style import (
+    BANDWIDTH_COLOUR,
+    COMMUNICATION_COLOUR,
+    COPY_COLOUR,
+    CSS,
+    MATRIX_COLOUR,
+    OTHER_COLOUR,
+    idle_colour,
+)
 from perfdoctor.units import format_ms, format_share
 
 NUM_PROMINENT = 3
+_BUSY_COLOURS = {
+    "matrix kernels": MATRIX_COLOUR,
+    "bandwidth-bound kernels": BANDWIDTH_COLOUR,
+    "copies alone": COPY_COLOUR,
+    "communication alone": COMMUNICATION_COLOUR,
+    "other kernels": OTHER_COLOUR,
+}
 
 
-def render_html(diagnosis: Diagnosis, *, root: str = "", fragment: bool = False) -> str:
-    """The report as HTML. With `fragment` a `<div>` that takes its colours from the page around it."""
+def render_html(diagnosis: Diagnosis, *, root: str = "", fragment: bool = False, timeline: str = "") -> str:
+    """The report as HTML. With `fragment` a `<div>` that takes its colours from the page around it.
+
+    `timeline`: an <svg> of one step.
+    """
     body = "".join(
         (
             _head(diagnosis),
             _picture(diagnosis.accounting, diagnosis.step),
+            f'<div class="timeline">{timeline}</div>' if timeline else "",
             _findings(diagnosis, root),
             _leave_alone(diagnosis, root),
             _ranks(diagnosis.ranks),
@@ -77,10 +96,8 @@ def _picture(accounting: Accounting | None, step: StepTime | None) -> str:
 
 
 def _coloured(rows: Iterable[Share]) -> list[tuple[Share, str]]:
-    busy, idle = iter(BUSY_COLOURS * 2), iter(IDLE_COLOURS * 4)
     return [
-        (row, UNEXPLAINED_COLOUR if row.name.endswith("unexplained") else next(busy if row.busy else idle))
-        for row in rows
+        (row, _BUSY_COLOURS[row.name] if row.busy else idle_colour(row.name.removeprefix("idle: "))) for row in rows
     ]
 
 
@@ -159,8 +176,8 @@ def _ranks(ranks: Sequence[RankRow]) -> str:
     if not ranks:
         return ""
     body = "".join(
-        f"<tr><td>{row.rank}</td><td>{format_ms(row.step_ns)}</td><td>{format_share(row.busy_ratio)}</td>"
-        f"<td>{format_ms(row.exposed_communication_ns)}</td><td>{escape(row.note)}</td></tr>"
+        f"<tr><td>{row.rank}</td>{''.join(f'<td>{text}</td>' for text in phrases.rank_figures(row))}"
+        f"<td>{escape(row.note)}</td></tr>"
         for row in ranks
     )
     head = "<tr><th>rank</th><th>step</th><th>GPU busy</th><th>exposed communication</th><th></th></tr>"

@@ -76,9 +76,9 @@ def as_document(diagnosis: Diagnosis) -> dict[str, Any]:
             {
                 "rank": row.rank,
                 "path": row.path,
-                "step_ms": ms(row.step_ns),
-                "gpu_busy_ratio": round(row.busy_ratio, 4),
-                "exposed_communication_ms": ms(row.exposed_communication_ns),
+                "step_ms": _optional_ms(row.step_ns),
+                "gpu_busy_ratio": None if row.busy_ratio is None else round(row.busy_ratio, 4),
+                "exposed_communication_ms": _optional_ms(row.exposed_communication_ns),
                 "note": row.note,
             }
             for row in diagnosis.ranks

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Self
 
 from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.record.capture import Capture
+from perfdoctor.report.drawing import render_svg
 from perfdoctor.report.html import render_html
 from perfdoctor.report.json import render_json
 from perfdoctor.report.text import WIDTH, render_text
+from perfdoctor.report.timeline_picture import draw_step
 from perfdoctor.treat.cures import treatments_for
 
 
@@ -19,18 +23,32 @@ class Report(Diagnosis):
     """What `analyze` and `Session.diagnosis` hand out: every field of a Diagnosis, and ways to show it.
 
     `print(report)` is coloured when standard output is a terminal (and NO_COLOR is not set), plain elsewhere; a
-    notebook shows `_repr_html_`.
+    notebook shows `_repr_html_`. The HTML page holds a picture of one step where the recording is at hand.
     """
 
-    __slots__ = ()
+    __slots__ = ("_recording",)
+
+    _recording: Capture | None  # no field: two reports are equal, and copied, without it
 
     @classmethod
-    def of(cls, diagnosis: Diagnosis) -> Self:
-        """The same diagnosis as a Report, each finding with the names of the treatments that cure it."""
+    def of(cls, diagnosis: Diagnosis, recordings: Sequence[Capture] = ()) -> Self:
+        """The same diagnosis as a Report, each finding with the names of the treatments that cure it.
+
+        `recordings`: what was judged, one for each rank; gives the HTML page its picture, drawn only when asked for.
+        """
         rows = {f.name: getattr(diagnosis, f.name) for f in fields(diagnosis)}
         for name in ("findings", "leave_alone"):
             rows[name] = tuple(replace(found, treatments=treatments_for(found.code)) for found in rows[name])
-        return cls(**rows)
+        report = cls(**rows)
+        own = (each for each in recordings if each.environment is diagnosis.environment)  # that of the page's rank
+        object.__setattr__(report, "_recording", next(own, None))
+        return report
+
+    def with_advice(self, *remarks: str) -> Self:
+        """The same report with these remarks before its own."""
+        report = replace(self, advice=(*remarks, *self.advice))
+        object.__setattr__(report, "_recording", getattr(self, "_recording", None))
+        return report
 
     def __str__(self) -> str:
         """The page of text for standard output, without its last newline."""
@@ -48,10 +66,16 @@ class Report(Diagnosis):
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page."""
-        return render_html(self, root=os.getcwd())
+        return render_html(self, root=os.getcwd(), timeline=self._timeline())
 
     def _repr_html_(self) -> str:
-        return render_html(self, root=os.getcwd(), fragment=True)
+        return render_html(self, root=os.getcwd(), fragment=True, timeline=self._timeline())
+
+    def _timeline(self) -> str:
+        """One step as SVG; '' without a recording, or where it does not say when the device was busy."""
+        recording: Capture | None = getattr(self, "_recording", None)
+        picture = draw_step(recording) if recording is not None and self.accounting is not None else None
+        return "" if picture is None else render_svg(picture)
 
 
 def is_colourful() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, Severity, StepTime
+from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, RankRow, Severity, StepTime
 from perfdoctor.record.capture import Environment, Frame, Note, Overhead
 from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
 from perfdoctor.units import (
@@ -55,6 +55,15 @@ def busy_ratio(diagnosis: Diagnosis) -> float | None:
     if accounting is None or accounting.window_ns <= 0:
         return None
     return accounting.busy_ns / accounting.window_ns
+
+
+def rank_figures(row: RankRow) -> tuple[str, str, str]:
+    """Step, GPU busy and exposed communication of a rank; '-' for what was not recorded."""
+    return (
+        "-" if row.step_ns is None else format_ms(row.step_ns),
+        "-" if row.busy_ratio is None else format_share(row.busy_ratio),
+        "-" if row.exposed_communication_ns is None else format_ms(row.exposed_communication_ns),
+    )
 
 
 def step_ratio(finding: Finding, step: StepTime | None) -> float | None:

@@ -159,8 +159,8 @@ def _ranks(diagnosis: Diagnosis, width: int) -> list[Line]:
         return []
     rows: list[Line] = [(("   rank     step    GPU busy   exposed communication", "strong"),)]
     for rank in diagnosis.ranks:
-        exposed = format_ms(rank.exposed_communication_ns)
-        text = f"   {rank.rank:>4}  {format_ms(rank.step_ns):>9}  {format_share(rank.busy_ratio):>8}   {exposed:>21}"
+        step, busy, exposed = phrases.rank_figures(rank)
+        text = f"   {rank.rank:>4}  {step:>9}  {busy:>8}   {exposed:>21}"
         rows.append(((cut(f"{text}   {rank.note}".rstrip(), width), ""),))
     return rows
 

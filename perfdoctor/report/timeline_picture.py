@@ -23,26 +23,28 @@ from perfdoctor.record.kernel_names import KernelClass, kernel_class
 from perfdoctor.record.sync_kinds import KINDS
 from perfdoctor.record.timeline import SYNCS, StepSpans
 from perfdoctor.report.drawing import INK, Box, Drawing, Label, Shape
-from perfdoctor.report.style import BUSY_COLOURS, IDLE_COLOURS, UNEXPLAINED_COLOUR
+from perfdoctor.report.style import (
+    BANDWIDTH_COLOUR,
+    COMMUNICATION_COLOUR,
+    COPY_COLOUR,
+    LAUNCH_COLOUR,
+    MATRIX_COLOUR,
+    UNEXPLAINED_COLOUR,
+    WAIT_COLOUR,
+    idle_colour,
+)
 from perfdoctor.units import format_ms, format_share
 
 WIDTH = 1280
 _LEFT, _RIGHT, _TOP = 210, 24, 64
 _ROW, _GAP = 26, 10
 _MOST_STREAMS, _MOST_SITES, _MOST_LINES = 4, 5, 3
-_MATRIX, _COPY, _COMMUNICATION, _OTHER, _LAUNCH = BUSY_COLOURS
-_WAIT = IDLE_COLOURS[1]
 _PHASES = ("data", "forward", "backward", "optimizer")
-# One colour a cause: enough of them that none comes twice in a picture. Red is for waits of the host alone.
-_CAUSES = (
-    *(colour for colour in IDLE_COLOURS if colour != _WAIT),
-    "#a8852c", "#d98a9c", "#8a5a44", "#b39a6b", "#6d5f8a", "#c46a9a", "#8f7f3a", "#9c4f3d",
-)  # fmt: skip
 _KERNELS = (
-    ("matrix kernels", _MATRIX),
-    ("other kernels", _OTHER),
-    ("collectives", _COMMUNICATION),
-    ("copies", _COPY),
+    ("matrix kernels", MATRIX_COLOUR),
+    ("other kernels", BANDWIDTH_COLOUR),
+    ("collectives", COMMUNICATION_COLOUR),
+    ("copies", COPY_COLOUR),
 )
 
 
@@ -63,14 +65,13 @@ def draw_step(capture: Capture, step: int | None = None) -> Drawing | None:
 
     Args:
         capture: a recording with device work.
-        step: the position among the judged steps; the one of median length by default.
+        step: the position among the judged steps; by default that of median length among those recorded whole.
     """
     review, _ = review_of(capture)
     steps = review.steps
     if not review.has_device or steps is None:
         return None
-    lengths = steps.window_end_ns - steps.window_start_ns
-    chosen = int(np.argsort(lengths)[len(lengths) // 2]) if step is None else step
+    chosen = _usual(steps, capture) if step is None else step
     start = min(int(steps.host_start_ns[chosen]), int(steps.window_start_ns[chosen]))
     end = max(int(steps.host_end_ns[chosen]), int(steps.window_end_ns[chosen]))
     window = (int(steps.window_start_ns[chosen]), int(steps.window_end_ns[chosen]))
@@ -153,8 +154,8 @@ class _Page:
         waits = np.isin(calls.kind, SYNCS)
         for group in self.review.sync_groups:  # copies that hold the host too
             waits[list(group.calls)] = True
-        self.bars(_spans(calls, ~waits), y + _ROW, _ROW, _LAUNCH, "launches and other CUDA calls", 0.9)
-        self.bars(_spans(calls, waits), y + _ROW, _ROW, _WAIT, "the host waits for the device")
+        self.bars(_spans(calls, ~waits), y + _ROW, _ROW, LAUNCH_COLOUR, "launches and other CUDA calls", 0.9)
+        self.bars(_spans(calls, waits), y + _ROW, _ROW, WAIT_COLOUR, "the host waits for the device")
         allocations = np.isin(calls.kind, (CallKind.MALLOC, CallKind.FREE))
         self.bars(_spans(calls, allocations), y + _ROW, _ROW, INK, "memory from the driver")
 
@@ -181,8 +182,8 @@ class _Page:
         y = self.lane("GPU idle, by cause")
         claims = self.review.claims
         causes = dict(sorted(claims.by_code.items(), key=lambda item: -intervals.total(item[1])))
-        for code, colour in zip(causes, _CAUSES * 2, strict=False):
-            self.idle_colours[code] = colour
+        for code in causes:
+            colour = self.idle_colours[code] = idle_colour(code)
             self.bars(causes[code], y, _ROW, colour, f"idle: {code}", 0.9)
             self._name_widest(causes[code], y, code)
         self.bars(claims.left, y, _ROW, UNEXPLAINED_COLOUR, "idle: unexplained", 0.9)
@@ -208,7 +209,7 @@ class _Page:
             number = int((~np.isin(rows, group.copies)).sum()) or len(rows)  # a copy and its sync are one wait
             y = self.lane(place, 18, f"{number} x")
             title = f"{place}: {_phrase(group)}, {number} times, {waited}"
-            self.bars(spans, y, 18, _WAIT, title)
+            self.bars(spans, y, 18, WAIT_COLOUR, title)
             self._led_down(spans, lanes_end)
             self._remark(spans, y, f"{_phrase(group)}, {waited}")
         if len(shown) > _MOST_SITES:
@@ -221,7 +222,7 @@ class _Page:
         pixels = self._pixels(spans)
         if len(pixels) <= _MOST_LINES:
             for left, _ in pixels:
-                self.shapes.append(Box(x=left, y=_TOP, width=1, height=end - _TOP, fill=_WAIT, opacity=0.55))
+                self.shapes.append(Box(x=left, y=_TOP, width=1, height=end - _TOP, fill=WAIT_COLOUR, opacity=0.55))
 
     def _remark(self, spans: Intervals, y: float, text: str) -> None:
         """The words beside the marks: in the widest free place of the lane, if there is one."""
@@ -240,7 +241,7 @@ class _Page:
     def legend(self) -> None:
         """What the colours mean: only those in the picture."""
         idle = [(f"idle: {code}", colour) for code, colour in self.idle_colours.items()]
-        rows = [*_KERNELS, ("CUDA calls", _LAUNCH), ("host waits", _WAIT), *idle]
+        rows = [*_KERNELS, ("CUDA calls", LAUNCH_COLOUR), ("host waits", WAIT_COLOUR), *idle]
         used = {shape.fill for shape in self.shapes if isinstance(shape, Box)}
         x, y = float(_LEFT), self.y + 14
         for name, colour in (*rows, ("idle: unexplained", UNEXPLAINED_COLOUR)):
@@ -253,6 +254,19 @@ class _Page:
             self.shapes.append(Label(x=x + 15, y=y, text=name, opacity=0.85))
             x += width
         self.y = y + 8
+
+
+def _usual(steps: StepSpans, capture: Capture) -> int:
+    """The step of median length among those that are whole: the device's window of the first begins with the first work
+    that was recorded, and one on a short batch is no usual step."""
+    lengths = steps.window_end_ns - steps.window_start_ns
+    rows = np.arange(len(steps))
+    partial = np.zeros(len(steps), bool)
+    if steps.origin == "marks":
+        partial = capture.steps.partial[steps.index] > 0
+    whole = rows[~partial & (rows > 0)]
+    rows = whole if len(whole) else rows
+    return int(rows[np.argsort(lengths[rows], kind="stable")[len(rows) // 2]])
 
 
 def _what(steps: StepSpans) -> str:

@@ -12,7 +12,7 @@ from perfdoctor.report import phrases
 from perfdoctor.report.json import as_document, saving_document, site_document
 from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text
-from perfdoctor.trial.outcome import ArmResult, TrialOutcome
+from perfdoctor.trial.outcome import JOINT, ArmResult, TrialOutcome
 from perfdoctor.units import format_ms, format_share, format_spread, ms
 
 _INDENT = 3
@@ -41,9 +41,11 @@ class TrialReport(TrialOutcome):
 
 
 def render_trial(outcome: TrialOutcome, *, width: int = WIDTH, root: str = "") -> str:
-    """The trial's own page, then that of the diagnosis."""
-    lines = [*_head(outcome, width), (), *_arms(outcome, width, root), *_after(outcome, width, root), ()]
-    return plain(lines) + "\n" + render_text(outcome.diagnosis, width=width, root=root)
+    """The trial's own page, that of the diagnosis, and at the end what to change in which order."""
+    lines = [*_head(outcome, width), (), *_arms(outcome, width, root), *_refused(outcome, width, root)]
+    lines += [*_notes(outcome, width), ()]
+    page = plain(lines) + "\n" + render_text(outcome.diagnosis, width=width, root=root)
+    return page.rstrip("\n") + "\n\n" + plain(_order(outcome, width, root))
 
 
 def render_trial_json(outcome: TrialOutcome) -> str:
@@ -74,10 +76,11 @@ def trial_document(outcome: TrialOutcome) -> dict[str, Any]:
 
 
 def saving_text(saving: Saving, base_ns: int) -> str:
-    """'gives back 13.9 ms (13.5 to 14.2 ms), 23 % of the step', or 'no difference (-0.2 to 0.1 ms)'."""
+    """'gives back 13.9 ms (13.5 to 14.2 ms), 23 % of the step', or 'no difference (less than 1 % of the step)'."""
     spread = format_spread(saving.low_ns, saving.high_ns)
     if not saving.significant:
-        return f"no difference ({spread})"
+        most = max(abs(saving.low_ns), abs(saving.high_ns))
+        return f"no difference (less than {format_share(most / base_ns)} of the step)" if base_ns else "no difference"
     share = f", {format_share(abs(saving.median_ns) / base_ns)} of the step" if base_ns else ""
     if saving.median_ns < 0:
         return f"costs {format_ms(-saving.median_ns)} more without it ({spread}){share}"
@@ -94,15 +97,37 @@ def _head(outcome: TrialOutcome, width: int) -> list[Line]:
 
 
 def _arms(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
+    """The arms, what gives most back first; bounds under the arm of their finding."""
     rows: list[Line] = []
-    for arm in outcome.arms:
-        rows += wrapped(_title(arm.finding, root), width, style="place")
-        bound = "" if arm.prediction else " (no prediction of a fix: a bound)"
-        rows += wrapped(f"{arm.text}{bound}: {saving_text(arm.saving, outcome.base_ns)}", width, indent=_INDENT)
+    for arm in sorted((arm for arm in outcome.arms if _leads(arm, outcome)), key=_rank):
+        rows += wrapped(_title(arm.finding, root) if arm.finding is not None else arm.text, width, style="place")
+        for each in (arm, *_bounds(arm, outcome)):
+            bound = "" if each.prediction else " (a bound, no prediction of a fix)"
+            what = f"{each.text}{bound}: " if each.finding is not None else ""
+            rows += wrapped(f"{what}{saving_text(each.saving, outcome.base_ns)}", width, indent=_INDENT)
         rows += _predicted(arm, width)
+    return rows
+
+
+def _leads(arm: ArmResult, outcome: TrialOutcome) -> bool:
+    """Whether an arm has a paragraph of its own: a prediction, or a bound whose finding has none."""
+    return arm.prediction or arm.finding is None or outcome.result_of(arm.finding) is None
+
+
+def _bounds(arm: ArmResult, outcome: TrialOutcome) -> list[ArmResult]:
+    if arm.finding is None or not arm.prediction:
+        return []
+    return [each for each in outcome.arms if each.finding == arm.finding and not each.prediction]
+
+
+def _rank(arm: ArmResult) -> tuple[bool, bool, int]:
+    return (not arm.saving.significant, arm.finding is None, -arm.saving.median_ns)
+
+
+def _refused(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
+    rows: list[Line] = [(), *wrapped("Not tried", width, style="strong")] if outcome.refused else []
     for refused in outcome.refused:
-        rows += wrapped(_title(refused.finding, root), width, style="place")
-        rows += wrapped(f"not tried: {refused.why}", width, indent=_INDENT)
+        rows += wrapped(f"{_title(refused.finding, root)}: {refused.why}", width, indent=_INDENT)
     return rows
 
 
@@ -114,13 +139,8 @@ def _predicted(arm: ArmResult, width: int) -> list[Line]:
     )
 
 
-def _after(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
+def _notes(outcome: TrialOutcome, width: int) -> list[Line]:
     rows: list[Line] = []
-    if outcome.order:
-        rows.append(())
-        rows += wrapped("Fix in this order", width, style="strong")
-        for number, finding in enumerate(outcome.order, 1):
-            rows += wrapped(f"{number}. {_title(finding, root)}", width, indent=_INDENT)
     notes = list(outcome.notes)
     if outcome.left_out:
         notes.append(f"{outcome.left_out} more findings were not tried (--suspects raises the number)")
@@ -131,9 +151,31 @@ def _after(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
     return rows
 
 
-def _title(finding: Finding | None, root: str) -> str:
-    if finding is None:
-        return "all suspects together"
+def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
+    """The end of the report: what to fix first, and the lines that do it."""
+    if not outcome.order:
+        tried = "Nothing that was tried gives anything back for sure: leave these lines alone."
+        return wrapped(tried if outcome.arms else "Nothing could be tried.", width, style="strong")
+    rows = wrapped("Fix in this order", width, style="strong")
+    for number, finding in enumerate(outcome.order, 1):
+        result = outcome.result_of(finding)
+        gain = f"  {saving_text(result.saving, outcome.base_ns)}" if result is not None else ""
+        rows += wrapped(f"{number}. {phrases.where(finding, root)}{gain}", width)
+        if finding.site is not None and finding.site.text:
+            rows.append(((" " * _INDENT + finding.site.text.strip(), "faint"),))
+        total = next((arm for arm in outcome.arms if arm.mode == f"{JOINT} {number}"), None)
+        if total is not None:
+            rows += wrapped(f"with those above: {saving_text(total.saving, outcome.base_ns)}", width, indent=_INDENT)
+        if finding.advice is not None:
+            rows += wrapped(finding.advice.text, width, indent=_INDENT)
+            rows += [((" " * (_INDENT + 2) + line, ""),) for line in finding.advice.lines]
+    together = outcome.together
+    if together is not None:
+        rows += wrapped(f"All together: {saving_text(together.saving, outcome.base_ns)}.", width)
+    return rows
+
+
+def _title(finding: Finding, root: str) -> str:
     return f"{phrases.where(finding, root)}  {finding.code}: {finding.title}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -20,6 +20,16 @@ from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_Lookup = Callable[[FrameType], Handler | None]
+_Row = tuple["Place | None", Handler, int]
+
+
+class _Inside(threading.local):
+    inside = False  # in a handler: what the original itself calls is part of it
+
+
+def _unused(original: Any, *_: Any) -> Any:
+    raise AssertionError(original)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +62,36 @@ def _classes_with(tensor: type, name: str) -> list[type]:
     return found
 
 
+class _HookedMethod(TensorMethod):
+    """A tensor method whose calls are looked at, in one frame: it is in the way of every call of that method."""
+
+    def __init__(self, original: Any, hooks: CallHooks, lookup: _Lookup) -> None:
+        super().__init__(original, _unused)
+        self._hooks, self._lookup, self._local = hooks, lookup, hooks.local
+        self._compiling: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiling() or self._local.inside:
+            return self.__wrapped__(*args, **kwargs)
+        handler = self._lookup(sys._getframe(1))
+        if handler is None:
+            return self.__wrapped__(*args, **kwargs)
+        return self._hooks.handle(handler, self.__wrapped__, args, kwargs)
+
+
 class CallHooks:
-    """Wrappers on functions and tensor methods. `install` once all handlers are named; `remove` takes all back."""
+    """Wrappers on functions and tensor methods. `install` once all handlers are named; `remove` takes all back.
+
+    `group` marks the handlers that are added while it is set; `keep` leaves only the wrappers of some groups on.
+    """
 
     def __init__(self) -> None:
-        self._patches = Patches()
-        self._handlers: dict[tuple[int, str], tuple[Any, list[tuple[Place | None, Handler]]]] = {}
-        self._local = threading.local()
-        self._lines: dict[tuple[int, int], tuple[str, int]] = {}
+        self.group: object = None
+        self._removed = False
+        self._handlers: dict[tuple[int, str], tuple[Any, list[_Row]]] = {}
+        self._wrappers: list[tuple[Patches, list[_Row]]] = []
+        self._answered: set[int] = set()  # lists of rows of which one had a call at its place
+        self.local = _Inside()
         self._users: dict[int, bool | None] = {}  # code id -> the user's; None: ours, passed over
         self._codes: list[CodeType] = []  # kept alive: their ids are keys
 
@@ -69,67 +101,80 @@ class CallHooks:
         A name that this torch does not have is left out.
         """
         if hasattr(owner, name):
-            self._handlers.setdefault((id(owner), name), (owner, []))[1].append((place, handler))
+            self._handlers.setdefault((id(owner), name), (owner, []))[1].append((place, handler, id(self.group)))
 
     def install(self) -> None:
         """Replace everything that was named."""
         tensor = sys.modules["torch"].Tensor
         for (_, name), (owner, rows) in self._handlers.items():
             lookup = self._lookup(rows)
-            original = getattr(owner, name)
             if owner is tensor:
-                method = self._method(lookup)
-                for kind in _classes_with(tensor, name):
-                    self._patches.replace(kind, name, TensorMethod(getattr(kind, name), method))
+                kinds = _classes_with(tensor, name)
+                wrapped: list[tuple[Any, object]] = [
+                    (kind, _HookedMethod(getattr(kind, name), self, lookup)) for kind in kinds
+                ]
             else:
-                self._patches.replace(owner, name, self._function(original, lookup))
+                original = getattr(owner, name)
+                wrapped = [(owner, functools.wraps(original, updated=())(self.wrapped(original, lookup)))]
+            for kind, wrapper in wrapped:
+                patches = Patches()  # one for each: `keep` takes some back, and others may have patched meanwhile
+                self._wrappers.append((patches, rows))
+                patches.replace(kind, name, wrapper)
+
+    def keep(self, groups: Iterable[object]) -> None:
+        """Once it is known who calls what: leave on what these groups have answered, and what they asked everywhere.
+
+        Each wrapper costs a microsecond or two in every call of its method, wherever it is made. From here on they stay
+        as they are: what they cost is then the same with an arm and without it.
+        """
+        wanted = {id(group) for group in groups}
+        for patches, rows in self._wrappers:
+            if not any(group in wanted and (place is None or id(rows) in self._answered) for place, _, group in rows):
+                patches.undo()
 
     def remove(self) -> None:
         """Put everything back."""
-        self._patches.undo()
+        self._removed = True
+        for patches, _ in reversed(self._wrappers):
+            patches.undo()
+        self._wrappers.clear()
 
-    def _method(self, lookup: Callable[[FrameType], Handler | None]) -> Callable[..., Any]:
-        local, compiling = self._local, sys.modules["torch"].compiler.is_compiling
+    def wrapped(self, original: Any, lookup: _Lookup) -> Callable[..., Any]:
+        """`original`, its calls handed over where `lookup` finds a handler for the place of the call."""
+        local, compiling, frame_of = self.local, sys.modules["torch"].compiler.is_compiling, sys._getframe
 
-        def called(original: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(local, "inside", False) or compiling():
-                return original(*args, **kwargs)
-            handler = lookup(sys._getframe(2))
-            return original(*args, **kwargs) if handler is None else self._handle(handler, original, args, kwargs)
-
-        return called
-
-    def _function(self, original: Any, lookup: Callable[[FrameType], Handler | None]) -> Callable[..., Any]:
-        local, compiling = self._local, sys.modules["torch"].compiler.is_compiling
-
-        @functools.wraps(original, updated=())
         def called(*args: Any, **kwargs: Any) -> Any:
-            if getattr(local, "inside", False) or compiling():
+            if compiling() or local.inside:
                 return original(*args, **kwargs)
-            handler = lookup(sys._getframe(1))
-            return original(*args, **kwargs) if handler is None else self._handle(handler, original, args, kwargs)
+            handler = lookup(frame_of(1))
+            return original(*args, **kwargs) if handler is None else self.handle(handler, original, args, kwargs)
 
         return called
 
-    def _handle(self, handler: Handler, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._local.inside = True  # what the original itself calls is part of it
+    def handle(self, handler: Handler, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand one call over."""
+        self.local.inside = True  # what the original itself calls is part of it
         try:
             return handler(original, args, kwargs)
         finally:
-            self._local.inside = False
+            self.local.inside = False
 
-    def _lookup(self, rows: list[tuple[Place | None, Handler]]) -> Callable[[FrameType], Handler | None]:
+    def _lookup(self, rows: list[_Row]) -> _Lookup:
         known: dict[tuple[int, int], Handler | None] = {}
+        users = self._users
 
         def handler_at(frame: FrameType) -> Handler | None:
-            at = self._frame(frame)
+            code = frame.f_code
+            at = frame if users.get(id(code)) else self._frame(frame)
             key = (id(at.f_code), at.f_lasti)
             if key in known:
                 return known[key]
             file, line = shown_file(at.f_code.co_filename), at.f_lineno or 0
-            found = next((handler for place, handler in rows if place is None or place.holds(file, line)), None)
+            found = next((handler for place, handler, _ in rows if place is None or place.holds(file, line)), None)
             self._codes.append(at.f_code)
             known[key] = found
+            if found is not None:
+                self._answered.add(id(rows))
             return found
 
         return handler_at

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import linecache
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,47 @@ _SIZES = frozenset(
 )
 
 
+# What is written where a method of a tensor is called without its name.
+_WRITTEN = {
+    "__bool__": ("bool",),
+    "__float__": ("float",),
+    "__int__": ("int", "round", "floor", "ceil"),
+    "__index__": ("index",),
+    "__complex__": ("complex",),
+    "__format__": ("format",),
+    "__repr__": ("str", "repr", "print"),
+    "__array__": ("array", "asarray", "numpy"),
+}
+_IMPLICIT = frozenset(("__bool__", "__index__", "__int__", "is_nonzero"))  # asked for by a test, or by an index
+_HARMLESS = frozenset(
+    ("isinstance", "issubclass", "len", "hasattr", "callable", "getattr", "id", "type", "dim", "size", "numel",
+     "is_initialized", "is_available", "get_rank", "get_world_size", "perf_counter", "time", "startswith", "endswith")
+)  # fmt: skip
+_ITERATING = frozenset(
+    ("parameters", "named_parameters", "modules", "children", "enumerate", "zip", "items", "values", "keys", "range",
+     "reversed", "sorted", "list", "iter")
+)  # fmt: skip
+# Calls that a branch may make and still only note or show something.
+_SHOWING = frozenset(("print", "append", "info", "debug", "warning", "item", "float", "int", "format", "str"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """An expression that decides: by its truth, else by its value (a size, an index)."""
+
+    expression: ast.expr
+    truth: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Names that get what the sources are."""
+
+    sources: tuple[ast.expr, ...]
+    targets: set[str]
+    loops: bool = False  # the variables of a loop over the source
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:
     """Where the value decides. `direct`: the test is `compare`, in which `name` (or the read) stands for the value."""
@@ -46,15 +87,18 @@ class Tested:
     value: str = ""  # source of what stands for the value in `test`
 
 
-def find_test(file: str, line: int, caller: Place | None = None) -> Tested | None:
-    """The first place where what `line` of `file` reads decides something, or None."""
+def find_test(file: str, line: int, caller: Place | None = None, calls: Collection[str] = ()) -> Tested | None:
+    """The first place where what `line` of `file` reads decides something, or None.
+
+    `calls` names the methods that were seen to read there ('item', '__bool__', ...); with none, any call may read.
+    """
     tree = _tree(file)
     if tree is None:
         return None
-    found = _tested_on(tree, file, line)
-    if found is None and caller is not None and _returned(tree, line):
+    found = _tested_on(tree, file, line, frozenset(calls))
+    if found is None and caller is not None and _returned(tree, line, frozenset(calls)):
         other = _tree(caller.file)
-        found = None if other is None else _tested_on(other, caller.file, caller.first)
+        found = None if other is None else _tested_on(other, caller.file, caller.first, frozenset())
     return found
 
 
@@ -62,7 +106,8 @@ def outcome_is_fixed(tested: Tested, values: Iterable[Any]) -> bool:
     """Whether the test came out the same for every value seen. Only tests of the value alone are judged."""
     if tested.test is None or not tested.value:
         return False
-    source = ast.unparse(tested.test).replace(tested.value, "(_value)")
+    source = ast.unparse(_Unnamed().visit(ast.parse(ast.unparse(tested.test), mode="eval")))
+    source = source.replace(tested.value, "(_value)")
     names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     if not names <= {"_value", "math", "abs", "float", "bool", "np", "numpy"}:
         return False
@@ -81,20 +126,100 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-def _tested_on(tree: ast.Module, file: str, line: int) -> Tested | None:
+class _Unnamed(ast.NodeTransformer):
+    """`(v := x)` as `x`."""
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
+        value: ast.expr = self.visit(node.value)
+        return value
+
+
+def _tested_on(tree: ast.Module, file: str, line: int, calls: frozenset[str]) -> Tested | None:
+    statement = _statement(tree, line)
     for test in _tests(tree):
-        if _spans(test, line) and _reads(test):
-            return _tested(test, file, direct=_sole_read(test))
+        if _spans(test.expression, line) and can_hold(test, calls, statement):
+            return _tested(test.expression, file, direct=_sole_read(test.expression))
     scope = _scope(tree, line)
-    names, exact = _names_from(scope, line)
-    if not names:
-        return None
-    for test in _tests(scope):
-        used = names & _names(test)
-        if used and not _spans(test, line):
+    names, exact = _names_from(scope, line, calls, statement)
+    for test in _tests(tree if any("." in name for name in names) or names & _outer(scope) else scope):
+        used = names & _names(test.expression)
+        if used:
             name = next(iter(used))
-            return _tested(test, file, direct=name if len(used) == 1 and name in exact else "")
+            return _tested(test.expression, file, direct=name if len(used) == 1 and name in exact else "")
     return None
+
+
+def can_hold(test: Test, calls: frozenset[str], statement: ast.AST | None) -> bool:
+    """Whether a test on the line of a read can hold that read: the line may as well read beside its test.
+
+    `sum(p.grad.norm().item() for p in ps if p.grad is not None)` reads with `.item()`, which its test does not call.
+    """
+    explicit = {word for name in calls for word in _WRITTEN.get(name, (name,))}
+    inside = _calls_in(test.expression)
+    if not calls:
+        return bool(inside - _HARMLESS)
+    if inside & explicit or ("__contains__" in calls and _asks_membership(test.expression)):
+        return True
+    if calls & _IMPLICIT and _converts(test):
+        return True
+    if "__format__" in calls and any(isinstance(node, ast.FormattedValue) for node in ast.walk(test.expression)):
+        return True
+    beside = statement is not None and bool(_calls_in(statement) & explicit)
+    return not beside and bool(inside - _HARMLESS)  # a library's own read, inside a call of the test
+
+
+def _converts(test: Test) -> bool:
+    """Whether evaluating the test itself may ask a tensor for its truth, or for an index."""
+    if not test.truth:
+        return not isinstance(test.expression, ast.Constant | ast.Slice) and bool(_names(test.expression))
+    return any(_may_be_tensor(part) for part in _conditions(test.expression))
+
+
+def _conditions(test: ast.expr) -> Iterator[ast.expr]:
+    """The parts of a test whose truth is asked for."""
+    if isinstance(test, ast.BoolOp):
+        for part in test.values:
+            yield from _conditions(part)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _conditions(test.operand)
+    elif isinstance(test, ast.NamedExpr):
+        yield from _conditions(test.value)
+    else:
+        yield test
+
+
+def _may_be_tensor(part: ast.expr) -> bool:
+    if isinstance(part, ast.Constant | ast.JoinedStr | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.Lambda):
+        return False
+    if isinstance(part, ast.Compare):
+        if all(isinstance(op, ast.Is | ast.IsNot) for op in part.ops):
+            return False
+        # `i % 10 == 0`, `epoch > 3`: counters. A remainder of a tensor is not what anybody tests.
+        return not (isinstance(part.left, ast.BinOp) and isinstance(part.left.op, ast.Mod))
+    return not (isinstance(part, ast.Call) and _called(part) in _HARMLESS)
+
+
+def _asks_membership(test: ast.expr) -> bool:
+    compared = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
+    return any(isinstance(op, ast.In | ast.NotIn) for node in compared for op in node.ops)
+
+
+def _calls_in(node: ast.AST) -> set[str]:
+    return {_called(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+
+
+def _statement(tree: ast.Module, line: int) -> ast.AST | None:
+    """The innermost statement around the line."""
+    found: ast.AST | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and _spans(node, line):
+            found = node
+    return found
+
+
+def _outer(scope: ast.AST) -> set[str]:
+    """Names that a function shares with what is around it."""
+    return {n for each in ast.walk(scope) if isinstance(each, ast.Global | ast.Nonlocal) for n in each.names}
 
 
 def _tested(test: ast.expr, file: str, *, direct: str) -> Tested:
@@ -102,35 +227,37 @@ def _tested(test: ast.expr, file: str, *, direct: str) -> Tested:
     return Tested(line=test.lineno, text=text, direct=bool(direct), test=test if direct else None, value=direct)
 
 
-def _tests(tree: ast.AST) -> Iterator[ast.expr]:
+def _tests(tree: ast.AST) -> Iterator[Test]:
     """Every expression that decides: tests, sizes, bounds."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.IfExp):
             if not _harmless(node):
-                yield node.test
+                yield Test(expression=node.test)
         elif isinstance(node, ast.Assert):
-            yield node.test
+            yield Test(expression=node.test)
         elif isinstance(node, ast.comprehension):
-            yield from node.ifs
+            yield from (Test(expression=each) for each in node.ifs)
         elif isinstance(node, ast.Subscript):
-            yield node.slice
+            yield Test(expression=node.slice, truth=False)
         elif isinstance(node, ast.Call) and _called(node) in _SIZES:
-            yield from node.args
+            yield from (Test(expression=each, truth=False) for each in node.args)
         elif isinstance(node, ast.Match):
-            yield node.subject
+            yield Test(expression=node.subject, truth=False)
+            yield from (Test(expression=case.guard) for case in node.cases if case.guard is not None)
 
 
 def _harmless(node: ast.If | ast.While | ast.IfExp) -> bool:
     """An `if` whose branches only note or show something: `if loss < best: best = loss`."""
-    if not isinstance(node, ast.If):
-        return isinstance(node, ast.IfExp)
-    return all(
-        isinstance(each, ast.Assign | ast.AugAssign | ast.Pass) and _plain(each) for each in node.body + node.orelse
-    )
+    if isinstance(node, ast.While):
+        return False
+    if isinstance(node, ast.IfExp):
+        return not (_calls_in(node.body) | _calls_in(node.orelse)) - _SHOWING
+    kinds = (ast.Assign, ast.AugAssign, ast.Pass, ast.Expr)
+    return all(isinstance(each, kinds) and _plain(each) for each in node.body + node.orelse)
 
 
 def _plain(statement: ast.stmt) -> bool:
-    return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return not _calls_in(statement) - _SHOWING
 
 
 def _called(node: ast.Call) -> str:
@@ -144,11 +271,6 @@ def _spans(node: ast.AST, line: int) -> bool:
     return first is not None and first <= line <= (last or first)
 
 
-def _reads(test: ast.expr) -> bool:
-    """Whether a test that lies on the line can hold the read: not a constant, a plain name alone may be a tensor."""
-    return not isinstance(test, ast.Constant)
-
-
 def _sole_read(test: ast.expr) -> str:
     """The source of the one call in the test that reads, '' where several might."""
     calls = [
@@ -158,35 +280,63 @@ def _sole_read(test: ast.expr) -> str:
 
 
 def _scope(tree: ast.Module, line: int) -> ast.AST:
-    """The innermost function around the line, the module where there is none."""
+    """The innermost function whose body holds the line, the module where there is none.
+
+    Decorators and defaults are evaluated outside of the function that they stand at.
+    """
     found: ast.AST = tree
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _spans(node, line):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _holds_in_body(node, line):
             found = node  # ast.walk goes from the outside in
     return found
 
 
-def _names_from(scope: ast.AST, line: int) -> tuple[set[str], set[str]]:
+def _holds_in_body(node: ast.FunctionDef | ast.AsyncFunctionDef, line: int) -> bool:
+    outside = (*node.decorator_list, *node.args.defaults, *node.args.kw_defaults)
+    first = node.body[0].lineno
+    return first <= line <= (node.end_lineno or first) and not any(_spans(each, line) for each in outside if each)
+
+
+def _names_from(
+    scope: ast.AST, line: int, calls: frozenset[str], statement: ast.AST | None
+) -> tuple[set[str], set[str]]:
     """Names that hold what the line reads, and those that hold exactly it: followed until nothing new comes up."""
     names: set[str] = set()
     exact: set[str] = set()
-    for statement in _assignments(scope):
-        if _spans(statement, line):
-            targets = _targets(statement)
-            names |= targets
-            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-                exact |= targets if _called(statement.value) in ("item", "float", "int", "bool") else set()
+    flows = list(_flows(scope))
+    for flow in flows:
+        if any(_spans(source, line) and _gives(flow, source, calls, statement) for source in flow.sources):
+            names |= flow.targets
+            value = flow.sources[0]
+            if isinstance(value, ast.Call) and _called(value) in ("item", "float", "int", "bool"):
+                exact |= flow.targets
     size = -1
     while size != len(names):
         size = len(names)
-        for statement in _assignments(scope):
-            if statement.value is not None and names & _names(statement.value):
-                names |= _targets(statement)
+        for flow in flows:
+            if any(names & _names(source) for source in flow.sources):
+                names |= flow.targets
     return names, exact
 
 
-def _assignments(scope: ast.AST) -> Iterator[ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr]:
-    return (n for n in ast.walk(scope) if isinstance(n, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr))
+def _gives(flow: Flow, source: ast.expr, calls: frozenset[str], statement: ast.AST | None) -> bool:
+    """Whether a source on the line of the read can hold it. What a loop goes over is seldom what the line reads."""
+    if not flow.loops:
+        return not isinstance(source, ast.Constant)
+    inside = _calls_in(source) - _HARMLESS - _ITERATING
+    return can_hold(Test(expression=source, truth=True), calls, statement) if inside else False
+
+
+def _flows(scope: ast.AST) -> Iterator[Flow]:
+    """Where values go: assignments, the variables of loops, and what an `if` notes in a name."""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            yield Flow(sources=(node.value,), targets=_targets(node))
+        elif isinstance(node, ast.For | ast.comprehension):
+            yield Flow(sources=(node.iter,), targets=_names(node.target), loops=True)
+        elif isinstance(node, ast.If) and _harmless(node):
+            noted = (each for each in node.body + node.orelse if isinstance(each, ast.Assign | ast.AugAssign))
+            yield Flow(sources=(node.test,), targets={name for each in noted for name in _targets(each)})
 
 
 def _targets(statement: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> set[str]:
@@ -205,5 +355,9 @@ def _names(node: ast.AST) -> set[str]:
     return found
 
 
-def _returned(tree: ast.Module, line: int) -> bool:
-    return any(isinstance(node, ast.Return) and _spans(node, line) for node in ast.walk(tree))
+def _returned(tree: ast.Module, line: int, calls: frozenset[str]) -> bool:
+    """Whether a `return` hands on what the line reads."""
+    scope = _scope(tree, line)
+    names, _ = _names_from(scope, line, calls, _statement(tree, line))
+    returns = (node for node in ast.walk(scope) if isinstance(node, ast.Return))
+    return any(_spans(node, line) or names & _names(node) for node in returns)

@@ -25,7 +25,11 @@ NUM_BATCHES = 8
 
 
 class LiveLoop:
-    """Hooks from `install` to `remove`. While not `held`, batches go through untouched."""
+    """Hooks from `install` to `remove`. While not `held`, batches go through untouched.
+
+    While `held`, each batch is fetched from the loader as it then is, begun anew by `restart`. `replayed` says which
+    the loop gets: one of the few that were kept (the one fetched is thrown away), or the one fetched.
+    """
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -44,25 +48,36 @@ class LiveLoop:
         self._handles: list[Any] = []
         self._module_handle: Any = None
         self._patches = Patches()
+        self._begins = Patches()
 
-    def install(self) -> None:
-        """Hook module calls, optimizer steps, `.backward()` and DataLoaders."""
-        self._module_handle = register_module_forward_pre_hook(self._called)
-        self._handles.append(register_optimizer_step_post_hook(self._stepped))
-        self._patches.replace(torch.Tensor, "backward", TensorMethod(torch.Tensor.backward, self._backward))
-        single: Any = dataloader._BaseDataLoaderIter
-        fetch, begin = single.__next__, DataLoader.__iter__
+    def prepare(self) -> None:
+        """Before the loop begins: note which loader an iterator comes from, and the optimizers. Costs next to nothing.
 
-        def fetched(iterator: Any) -> Any:
-            return self._next(iterator, fetch)
+        (A hook on optimizers cannot be added at the end of a step: torch is iterating over them then.)
+        """
+        begin = DataLoader.__iter__
 
         def begun(loader: Any) -> Any:
             iterator = begin(loader)
             self._loaders[iterator] = loader
             return iterator
 
+        self._begins.replace(DataLoader, "__iter__", begun)
+        self._handles.append(register_optimizer_step_post_hook(self._stepped))
+
+    def install(self) -> None:
+        """Hook module calls, `.backward()` and the batches of DataLoaders."""
+        if not self._begins:
+            self.prepare()
+        self._module_handle = register_module_forward_pre_hook(self._called)
+        self._patches.replace(torch.Tensor, "backward", TensorMethod(torch.Tensor.backward, self._backward))
+        single: Any = dataloader._BaseDataLoaderIter
+        fetch = single.__next__
+
+        def fetched(iterator: Any) -> Any:
+            return self._next(iterator, fetch)
+
         self._patches.replace(single, "__next__", fetched)
-        self._patches.replace(DataLoader, "__iter__", begun)
 
     def remove(self) -> None:
         """Take every hook back, and let go of what was seen."""
@@ -71,6 +86,7 @@ class LiveLoop:
             handle.remove()
         self._handles.clear()
         self._patches.undo()
+        self._begins.undo()
         self._source = self._iterator = self._loader = None
         self._cache.clear()
         self.losses.clear()
@@ -97,12 +113,8 @@ class LiveLoop:
         device = torch.device("cpu") if parameter is None else parameter.device
         return Loop(device=device, model=model, optimizers=tuple(self._optimizers.values()), loader=self._loader)
 
-    def rewind(self) -> None:
-        """The next batch is the first of the kept ones again."""
-        self._position = 0
-
     def restart(self, *, replayed: bool) -> None:
-        """Begin the loader anew, as a treatment may have changed it; `replayed` goes back to the kept batches."""
+        """Let go of the loader's iterator: the next batch begins a new one, of the loader as it then is."""
         self._replayed = replayed
         self._source = None
         self._position = 0
@@ -134,8 +146,8 @@ class LiveLoop:
             if len(self._cache) < NUM_BATCHES:
                 self._cache.append(batch)
             return batch
-        if iterator is not self._iterator:
-            return fetch(iterator)  # what a treatment's own loader fetches from
+        if iterator is not self._iterator and (self._loader is None or self._loaders.get(iterator) is not self._loader):
+            return fetch(iterator)  # another loader of the script's
         self._busy = True
         try:
             batch = self._sourced(iterator, fetch)

@@ -1,4 +1,4 @@
-"""The loop's batches during a trial: the same few, in the same order in every block.
+"""The loop's batches during a trial: the same few, over and over; a block's counted steps go round in whole cycles.
 
 Every fetch still happens, its batch thrown away, unless `fetching` is False: then the loader costs nothing. A loader
 that ends is begun again, so that short epochs suffice.
@@ -23,6 +23,8 @@ class LoaderReplay:
         self.fetching = True
         self.running = True  # False: hand batches through
         self.num_fetches = 0
+        self.turn = 0  # which of the replayed batches was handed out last
+        self.num_workers = 0
         self.queue = 0  # batches that workers hold ready
         self._requested = requested
         self._num_batches = num_batches
@@ -57,10 +59,6 @@ class LoaderReplay:
         self._patches.undo()
         self._caches.clear()
 
-    def rewind(self) -> None:
-        """From here on the batches come in the same order as in every block."""
-        self._positions.clear()
-
     def next_of(self, iterator: Iterator[Any]) -> Any:
         """`next(iterator)` for a loader that the loop iterates through the session.
 
@@ -71,6 +69,7 @@ class LoaderReplay:
 
     def _next(self, iterator: Any, fetch: Callable[[Any], Any], begin: Callable[[Any], Any]) -> Any:
         self.queue = max(self.queue, _queue_of(iterator))
+        self.num_workers = max(self.num_workers, int(getattr(iterator, "_num_workers", 0) or 0))
 
         def one() -> Any:
             current = self._successors.get(iterator, iterator)
@@ -95,11 +94,13 @@ class LoaderReplay:
         cache = self._caches.setdefault(key, [])
         batch = self._fetched(fetch) if self.fetching or len(cache) < self._num_batches else None
         if len(cache) < self._num_batches:
+            self.turn = len(cache)
             cache.append(batch)
-            return batch
+            return fresh(batch)
         position = self._positions.get(key, 0)
         self._positions[key] = position + 1
-        return fresh(cache[position % len(cache)])
+        self.turn = position % len(cache)
+        return fresh(cache[self.turn])
 
     def _fetched(self, fetch: Callable[[], Any]) -> Any:
         self._nested = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.neutraliser import Mode, Neutraliser
-from perfdoctor.trial.schedule import EDGE
+
+_MOST_WORKERS = 16  # of a cycle that a block still holds
 
 
 class NeutralLoader(Neutraliser):
@@ -23,7 +25,9 @@ class NeutralLoader(Neutraliser):
         if not self._replay.num_fetches:
             return "the loop takes its batches from nothing that can be hooked: use session.batches(loader)"
         per_step = max(self._replay.num_fetches / max(self._steps, 1), 1.0)
-        self.base_edge = EDGE + math.ceil(self._replay.queue / per_step)
+        if 1 < self._replay.num_workers <= _MOST_WORKERS:  # they take turns, so that their stalls come in a cycle
+            self.modes = (replace(self.modes[0], multiple=self._replay.num_workers, everywhere=True),)
+        self.base_edge = 1 + math.ceil(self._replay.queue / per_step)
         return ""
 
     def switch(self, mode: str) -> None:

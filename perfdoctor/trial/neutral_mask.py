@@ -1,13 +1,14 @@
 """Calls whose result has a size that the host must read: `x[mask]`, nonzero, unique, ...: with what came of it before.
 
-`x[mask]` gathers with the indices of the step before, so that its own work is still done; the others give their whole
-result of the step before. Only where the sizes stay the same from step to step: a stale index past the end would kill
-the CUDA context, and a stale size would not fit what it meets.
+`x[mask]` gathers with the indices that the same batch had the last time, so that its own work is still done; the others
+give their whole result of that time. Only where each batch, of the few that the trial replays, always gives the same
+sizes: a stale index past the end would kill the CUDA context, and a stale size would not fit what it meets.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from perfdoctor.trial.call_hooks import CallHooks, Place
@@ -18,16 +19,17 @@ _FUNCTIONS = (*_METHODS, "where")
 
 
 class NeutralMask(Neutraliser):
-    """Calls keyed by their ordinal within the step."""
+    """Calls keyed by the batch of the step and by their ordinal within it."""
 
-    modes = (Mode(name="gone", text="with the indices of the step before"),)
+    modes = (Mode(name="gone", text="with the indices that the same batch had the last time"),)
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, batch: Callable[[], int] = lambda: 0) -> None:
+        """`batch()`: which of the replayed batches the step trains on."""
         super().__init__()
-        self._place = place
+        self._place, self._batch = place, batch
         self._ordinal = 0
-        self._kept: dict[int, tuple[Any, Any]] = {}
-        self._sizes: dict[int, set[Any]] = {}
+        self._kept: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._sizes: dict[tuple[int, int], set[Any]] = {}
 
     def install(self, hooks: CallHooks) -> None:
         torch = sys.modules["torch"]
@@ -46,7 +48,7 @@ class NeutralMask(Neutraliser):
         if not self._sizes:
             return "no call that Python sees has a size of its data here"
         if any(len(sizes) > 1 for sizes in self._sizes.values()):
-            return "cannot be neutralised safely: the size of the result changes from step to step"
+            return "cannot be neutralised safely: the same batch gives another size each time"
         return ""
 
     def index(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,13 +57,15 @@ class NeutralMask(Neutraliser):
         masks = _masks(index)
         if not tensor.is_cuda or not masks:
             return original(*args, **kwargs)
-        if not self.mode:
-            return self._observed(original(*args, **kwargs), tensor.shape)
-        ordinal = self._next()
-        kept = self._kept.get(ordinal)
         signature = (tensor.shape, tuple(mask.shape for mask in masks))
+        if not self.mode:
+            if self.observing:
+                self._kept[self._batch(), self._ordinal] = (signature, _as_indices(index))
+            return self._observed(original(*args, **kwargs), tensor.shape)
+        key = self._next()
+        kept = self._kept.get(key)
         if not self.answering or kept is None or kept[0] != signature:
-            self._kept[ordinal] = kept = (signature, _as_indices(index))
+            self._kept[key] = kept = (signature, _as_indices(index))
         return original(tensor, kept[1])
 
     def compute(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,19 +74,22 @@ class NeutralMask(Neutraliser):
         known = original.__name__ == "where" and (len(args) > 1 or kwargs)
         if known or not getattr(tensor, "is_cuda", False):
             return original(*args, **kwargs)
-        if not self.mode:
-            return self._observed(original(*args, **kwargs), tensor.shape)
-        ordinal = self._next()
-        kept = self._kept.get(ordinal)
         signature = (original.__name__, tensor.shape)
+        if not self.mode:
+            key, result = (self._batch(), self._ordinal), original(*args, **kwargs)
+            if self.observing and not _carries_graph(tensor):
+                self._kept[key] = (signature, result)
+            return self._observed(result, tensor.shape)
+        key = self._next()
+        kept = self._kept.get(key)
         if not self.answering or kept is None or kept[0] != signature or _carries_graph(tensor):
-            self._kept[ordinal] = kept = (signature, original(*args, **kwargs))
+            self._kept[key] = kept = (signature, original(*args, **kwargs))
         return kept[1]
 
-    def _next(self) -> int:
+    def _next(self) -> tuple[int, int]:
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
-        return ordinal
+        return self._batch(), ordinal
 
     def _observed(self, result: Any, shape: Any) -> Any:
         if self.observing:

@@ -33,6 +33,7 @@ class NeutralRead(Neutraliser):
         self._ordinal = 0
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._seen: dict[int, list[Any]] = {}
+        self._names: set[str] = set()  # of the calls that read
 
     def install(self, hooks: CallHooks) -> None:
         torch = sys.modules["torch"]
@@ -48,7 +49,7 @@ class NeutralRead(Neutraliser):
     def refusal(self) -> str:
         if not self.num_calls:
             return "no call that Python sees reads a tensor here: the read is inside C++"
-        tested = find_test(self._place.file, self._line, self._caller)
+        tested = find_test(self._place.file, self._line, self._caller, self._names)
         if tested is None or self._outcome_fixed(tested):
             return ""
         return f"cannot be neutralised safely: line {tested.line} decides by the value ({tested.text})"
@@ -70,7 +71,7 @@ class NeutralRead(Neutraliser):
         if not self.mode:
             value = original(*args, **kwargs)
             if self.observing:
-                self._observe(ordinal, value)
+                self._observe(original.__name__, ordinal, value)
             return value
         signature = (original.__name__, tensor.shape, tensor.dtype)
         kept = self._kept.get(ordinal)
@@ -86,9 +87,10 @@ class NeutralRead(Neutraliser):
             self.mode == SPARSE.name and (self.step_in_block - self.edge) % EVERY == EVERY // 2
         )
 
-    def _observe(self, ordinal: int, value: Any) -> None:
+    def _observe(self, name: str, ordinal: int, value: Any) -> None:
         if getattr(value, "is_cuda", False):
             return  # .to() from device to device
+        self._names.add(name)
         self.num_calls += 1
         kind = type(value)
         kept = value if kind in (bool, int, float, complex, str) else (tuple(value) if kind is list else id(value))

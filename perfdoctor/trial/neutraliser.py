@@ -26,6 +26,7 @@ class Mode:
     prediction: bool = True
     rare: bool = False
     multiple: int = 1  # counted steps of a block come in multiples of this
+    everywhere: bool = False  # those of all blocks, not of this arm's alone
 
 
 class Neutraliser:
@@ -38,7 +39,7 @@ class Neutraliser:
 
     modes: tuple[Mode, ...] = ()
     edge = EDGE
-    base_edge = EDGE
+    base_edge = 1
 
     def __init__(self) -> None:
         self.mode = OFF
@@ -48,6 +49,10 @@ class Neutraliser:
 
     def install(self, hooks: CallHooks) -> None:
         """Name the calls to hook."""
+
+    def settle(self, edge: int) -> None:
+        """Before `refusal`: how many steps the loop takes to run evenly after a switch."""
+        self.edge = edge
 
     def refusal(self) -> str:
         """Asked once, after a few observed steps: why it cannot be neutralised safely, '' where it can."""

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 
 from perfdoctor.diagnose.finding import Diagnosis, Finding, Saving
 
+ALL, JOINT = "all", "first"  # modes: all suspects at once; 'first 2', 'first 3': the best fixes together
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
     """One way to neutralise one suspect (or all: `finding` is None), measured."""
 
     finding: Finding | None
-    mode: str  # 'gone', 'every', 'pinned', ...; 'all'
+    mode: str  # 'gone', 'every', 'pinned', ...; 'all', 'first 2', ...
     text: str  # what was done
     prediction: bool  # stands for what the fix gives; else a bound
     saving: Saving
@@ -53,7 +55,7 @@ class TrialOutcome:
     @property
     def together(self) -> ArmResult | None:
         """All suspects at once."""
-        return next((arm for arm in self.arms if arm.finding is None), None)
+        return next((arm for arm in self.arms if arm.mode == ALL), None)
 
 
 def _key(finding: Finding) -> tuple[object, ...]:

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from perfdoctor.diagnose.finding import Diagnosis, Finding, Saving
+from perfdoctor.trial.arms import Arm, fix_order, joint_arms, measured_arm, name_of, single_arms
 from perfdoctor.trial.call_hooks import CallHooks
 from perfdoctor.trial.clock import BlockClock
-from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, estimate, estimate_mean, paired, plain_means, steady_means
+from perfdoctor.trial.estimate import (
+    FEWEST_PAIRS,
+    Estimate,
+    claimed,
+    half_width,
+    paired,
+    plain_means,
+    steady_means,
+)
 from perfdoctor.trial.loader_replay import LoaderReplay
-from perfdoctor.trial.neutraliser import OFF, Mode, Neutraliser
+from perfdoctor.trial.neutraliser import OFF
 from perfdoctor.trial.outcome import ArmResult, Refusal, TrialOutcome
-from perfdoctor.trial.schedule import BASE, FEWEST_ROUNDS, Block, lay_out
+from perfdoctor.trial.schedule import BASE, EDGE, FEWEST_ROUNDS, Block, Layout, lay_out
 from perfdoctor.trial.suspects import Suspect
 
 OBSERVED_STEPS = 8
-MOST_BOUNDS = 2  # arms that are no prediction
-_OVERTIME = 1.5
-_RARE = 0.2  # of what comes less often a step, the mean is estimated
+_OVERTIME = 1.25
+_HOST_BOUND = 0.4  # device busy for less of the step: taking one suspect out cannot make the device the bound
+_CHECK_EVERY = 8  # rounds between two looks at whether the intervals are narrow enough
+_NARROW = 0.003  # of the step: half an interval, then the time goes to the other arms
+_SINGLES_SHARE = 0.75  # of the time, where the first few fixes are then to be tried together
+_ROUNDS_WITH_BOUNDS = 12  # where fewer fit, bounds are not tried at all
+_NARROW_BOUND = 0.02  # of a bound, which nobody acts on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +45,6 @@ class Limits:
 
     steps: int = 100_000
     seconds: float = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """What is on in a block: neutralisers with their mode. `finding` is None where all are on together."""
-
-    finding: Finding | None
-    mode: Mode
-    switches: tuple[tuple[Neutraliser, str], ...]
-
-    @property
-    def edge(self) -> int:
-        return max(neutraliser.edge for neutraliser, _ in self.switches)
-
-    @property
-    def base_edge(self) -> int:
-        return max(neutraliser.base_edge for neutraliser, _ in self.switches)
 
 
 class Trial:
@@ -85,12 +82,18 @@ class Trial:
         self._rounds = self._counted = 0
         self._started_ns = 0
         self._dropped: list[str] = []
+        self._trying: list[int] = []  # arms whose interval is not narrow yet
+        self._next_look = 0
+        self._late = self._joined = False
+        self._base_ns = 0.0
+        self._host_only = True  # stamps have no event: nothing runs behind the host
 
     def start(self) -> None:
         """Hook everything and begin to observe. Undone by `finish`, and by an error in here."""
         self._started_ns = time.perf_counter_ns()
         try:
             for neutraliser in self._neutralisers:
+                self._hooks.group = neutraliser
                 neutraliser.install(self._hooks)
             self._hooks.install()
             self._replay.install()
@@ -107,17 +110,18 @@ class Trial:
         for neutraliser in self._neutralisers:
             neutraliser.stepped()
         if self._at < 0:
+            self._host_only = getattr(stamp, "event", None) is None
             if self._in_block >= OBSERVED_STEPS:
                 self._plan()
             return
         block = self._blocks[self._at]
         if self._in_block == block.edge:
             self._clock.begin(stamp)
-            self._replay.rewind()
         elif self._in_block > block.edge:
             self._clock.tick(stamp)
             if self._in_block == block.steps:
                 self._clock.end(block.arm)
+                self._clock.drain(stamp)
                 self._begin_block()
 
     def finish(self) -> None:
@@ -125,20 +129,22 @@ class Trial:
         if self.over:
             return
         self.over = True
-        try:
+        with ExitStack() as stack:  # one that fails keeps no other from being put back
+            stack.callback(self._replay.remove)
+            stack.callback(self._hooks.remove)
             for neutraliser in self._neutralisers:
-                neutraliser.switch(OFF)
-                neutraliser.remove()
-        finally:
-            self._hooks.remove()
-            self._replay.remove()
+                stack.callback(neutraliser.remove)
+                stack.callback(neutraliser.switch, OFF)
 
     def _plan(self) -> None:
         """The observed steps are over: who can be tried, in how many rounds."""
         step_ns = self._step_ns()
         able = []
+        edge = self._edge()
         for i, suspect in enumerate(self._suspects):
             neutraliser = suspect.neutraliser
+            if neutraliser is not None:
+                neutraliser.settle(edge)
             why = suspect.refusal if neutraliser is None else neutraliser.refusal()
             if neutraliser is not None:
                 neutraliser.observing = False
@@ -146,32 +152,51 @@ class Trial:
                 self._refusals[i] = why
             else:
                 able.append(suspect)
-        self._arms = _arms(able)
+        self._arms = single_arms(able)
         self._lay_out(step_ns)
+        self._hooks.keep({id(each): each for arm in self._arms for each, _ in arm.switches}.values())
         self._begin_block()
 
     def _lay_out(self, step_ns: float) -> None:
         """Fewer arms where the time does not suffice for rounds enough: those of bounds go first, the cheapest next."""
-        left_ns = self._limits.seconds * 1e9
-        left = self._limits.steps - self._num_steps
         while self._arms:
-            layout = lay_out(
-                step_ns,
-                [arm.edge for arm in self._arms],
-                [arm.base_edge for arm in self._arms],
-                max_steps=left,
-                max_ns=left_ns,
-                multiple=max(arm.mode.multiple for arm in self._arms),
-            )
-            self._blocks, self._counted = list(layout.blocks()), layout.counted
-            self._rounds = layout.rounds
-            if layout.rounds >= FEWEST_ROUNDS or len(self._arms) == 1:
-                return
+            arms = range(len(self._arms))
+            predictions = sum(arm.mode.prediction and arm.finding is not None for arm in self._arms)
+            share = _SINGLES_SHARE if predictions > 2 else 1.0
+            layout = self._layout(arms, step_ns, share * self._limits.seconds * 1e9)
+            self._blocks, self._counted, self._rounds = list(layout.blocks()), layout.counted, layout.rounds
+            self._trying = list(arms)
+            self._next_look = 2 * len(self._arms) * 2 * _CHECK_EVERY
             bounds = [arm for arm in self._arms if not arm.mode.prediction]
+            if layout.rounds >= (_ROUNDS_WITH_BOUNDS if bounds else FEWEST_ROUNDS) or len(self._arms) == 1:
+                return
             dropped = bounds[-1] if bounds else self._arms[-1]
             self._arms.remove(dropped)
-            self._dropped.append(_name(dropped))
+            self._dropped.append(name_of(dropped))
         self._blocks, self._rounds = [], 0
+
+    def _layout(self, arms: Sequence[int], step_ns: float, max_ns: float) -> Layout:
+        modes = [self._arms[i].mode for i in arms]
+        return lay_out(
+            step_ns,
+            [self._arms[i].edge for i in arms],
+            [self._arms[i].base_edge for i in arms],
+            max_steps=self._limits.steps - self._num_steps,
+            max_ns=max_ns,
+            multiple=max((arm.mode.multiple for arm in self._arms if arm.mode.everywhere), default=1),
+            multiples=[mode.multiple for mode in modes],
+        )
+
+    def _edge(self) -> int:
+        """Uncounted steps of an arm's block: one where the host sets the pace, with or without a suspect.
+
+        Where the device may, the first step still reads, the second begins with an idle device, and the third with
+        the queue that lasts.
+        """
+        accounting = self._diagnosis.accounting
+        if accounting is None:
+            return 1 if self._host_only else EDGE
+        return 1 if accounting.busy_ns < _HOST_BOUND * accounting.window_ns else EDGE
 
     def _step_ns(self) -> float:
         step = self._diagnosis.step
@@ -181,8 +206,11 @@ class Trial:
     def _begin_block(self) -> None:
         self._at += 1
         self._in_block = 0
-        late = self._timed and time.perf_counter_ns() - self._started_ns > _OVERTIME * self._limits.seconds * 1e9
-        if self._at >= len(self._blocks) or late:
+        spent_ns = time.perf_counter_ns() - self._started_ns
+        self._late = self._timed and spent_ns > _OVERTIME * self._limits.seconds * 1e9
+        if self._timed and not self._late:
+            self._look()
+        if self._at >= len(self._blocks) or self._late:
             self.finish()
             self._ended()
             return
@@ -192,18 +220,57 @@ class Trial:
         for neutraliser in self._neutralisers:
             neutraliser.switch(modes.get(id(neutraliser), OFF))
 
+    def _look(self) -> None:
+        """Now and then: where some intervals are narrow, the time left goes to the other arms, then to joints."""
+        if self._next_look <= self._at < len(self._blocks):
+            wide = [i for i, each in enumerate(self._so_far()) if each is None or not self._is_narrow(i, each)]
+            if len(wide) < len(self._trying):
+                self._go_on_with(wide)
+            self._next_look = self._at + 2 * len(self._trying) * _CHECK_EVERY
+        if self._at >= len(self._blocks) and self._arms and not self._joined:
+            self._joined = True
+            first = len(self._arms)
+            self._arms += joint_arms(self._arms, self._so_far(), self._base_ns)
+            self._go_on_with(range(first, len(self._arms)))
+            self._next_look = self._at + 2 * len(self._trying) * _CHECK_EVERY
+
+    def _go_on_with(self, arms: Sequence[int]) -> None:
+        del self._blocks[self._at :]
+        self._trying = list(arms)
+        self._blocks += self._again(self._trying)
+
+    def _so_far(self) -> list[Estimate | None]:
+        times = self._clock.times()  # of blocks that the device has left behind
+        steady, plain = steady_means(times), plain_means(times)
+        self._base_ns = float(np.median([ns for arm, ns in steady if arm == BASE]))
+        return [measured_arm(arm, _pairs(plain if arm.mode.rare else steady, i)) for i, arm in enumerate(self._arms)]
+
+    def _is_narrow(self, arm: int, measured: Estimate) -> bool:
+        limit = _NARROW if self._arms[arm].mode.prediction else _NARROW_BOUND
+        return half_width(measured) < limit * self._base_ns
+
+    def _again(self, arms: Sequence[int]) -> list[Block]:
+        """Blocks of some of the arms for the time that is left. The first, a base block, follows an arm or a base."""
+        spent_ns = time.perf_counter_ns() - self._started_ns
+        step_ns = spent_ns / max(self._num_steps, 1)
+        layout = self._layout(arms, step_ns, self._limits.seconds * 1e9 - spent_ns)
+        blocks = [replace(b, arm=b.arm if b.arm == BASE else arms[b.arm]) for b in layout.blocks()]
+        late = max((arm.base_edge for arm in self._arms), default=1)  # whatever stood before
+        return [replace(blocks[0], edge=blocks[0].edge + late), *blocks[1:]] if blocks else []
+
     def outcome(self) -> TrialOutcome:
         """What was measured. Waits for the device."""
         times = self._clock.times()
         steady, plain = steady_means(times), plain_means(times)
         base = np.array([ns for arm, ns in steady if arm == BASE] or [0.0])
         pairs = [_pairs(plain if arm.mode.rare else steady, i) for i, arm in enumerate(self._arms)]
-        results = [row for arm, each in zip(self._arms, pairs, strict=True) if (row := self._result(arm, each))]
+        middle = float(np.median(base))
+        results = [row for arm, each in zip(self._arms, pairs, strict=True) if (row := self._result(arm, each, middle))]
         outcome = TrialOutcome(
             diagnosis=self._diagnosis,
             arms=tuple(results),
             refused=tuple(Refusal(finding=self._suspects[i].finding, why=why) for i, why in self._refusals.items()),
-            base_ns=round(float(np.median(base))),
+            base_ns=round(middle),
             base_low_ns=round(float(np.quantile(base, 0.25))),
             base_high_ns=round(float(np.quantile(base, 0.75))),
             num_steps=self._num_steps,
@@ -213,12 +280,14 @@ class Trial:
             complete=0 < len(self._blocks) == len(times),
             notes=tuple(self._notes(len(times))),
         )
-        return replace(outcome, diagnosis=_with_savings(outcome), order=_order(outcome))
+        order, notes = fix_order(outcome)
+        return replace(outcome, diagnosis=_with_savings(outcome), order=order, notes=(*outcome.notes, *notes))
 
-    def _result(self, arm: Arm, differences: Any) -> ArmResult | None:
-        if not len(differences):
+    def _result(self, arm: Arm, differences: Any, base_ns: float) -> ArmResult | None:
+        measured = measured_arm(arm, differences)
+        if measured is None:
             return None
-        measured = estimate_mean(differences) if arm.mode.rare else estimate(differences)
+        measured = claimed(measured, base_ns)
         return ArmResult(
             finding=arm.finding,
             mode=arm.mode.name,
@@ -229,32 +298,16 @@ class Trial:
         )
 
     def _notes(self, num_blocks: int) -> list[str]:
-        notes = [f"{name} was not tried: the time does not suffice for six rounds" for name in self._dropped]
+        notes = [f"{name} was not tried: the time does not suffice for enough rounds" for name in self._dropped]
         if self._at < 0:
             notes.append(f"the loop ended after {self._num_steps} steps of the trial, before the first block")
         elif num_blocks < len(self._blocks):
             notes.append(
                 f"the trial ended after {num_blocks} of {len(self._blocks)} blocks ({self._num_steps} steps): "
-                f"intervals are wider; with fewer than {FEWEST_PAIRS} pairs nothing is claimed. Let the loop run longer"
+                f"intervals are wider; with fewer than {FEWEST_PAIRS} pairs nothing is claimed. "
+                + ("Give it more --seconds" if self._late else "Let the loop run longer")
             )
         return notes
-
-
-def _arms(suspects: Sequence[Suspect]) -> list[Arm]:
-    """One arm for each suspect, a few for bounds, and one with all on."""
-    first: list[Arm] = []
-    bounds: list[Arm] = []
-    for suspect in suspects:
-        neutraliser = suspect.neutraliser
-        assert neutraliser is not None
-        for each in neutraliser.modes:
-            mode = replace(each, rare=each.rare or 0 < suspect.finding.count < _RARE)
-            arm = Arm(finding=suspect.finding, mode=mode, switches=((neutraliser, mode.name),))
-            (first if mode.prediction else bounds).append(arm)
-    if len(first) > 1:
-        mode = Mode(name="all", text="all together", rare=any(arm.mode.rare for arm in first))
-        first.append(Arm(finding=None, mode=mode, switches=tuple(pair for arm in first for pair in arm.switches)))
-    return [*first, *bounds[:MOST_BOUNDS]]
 
 
 def _pairs(times: Sequence[tuple[int, float]], arm: int) -> Any:
@@ -279,17 +332,3 @@ def _with_savings(outcome: TrialOutcome) -> Diagnosis:
 
     diagnosis = outcome.diagnosis
     return replace(diagnosis, findings=measured(diagnosis.findings), leave_alone=measured(diagnosis.leave_alone))
-
-
-def _order(outcome: TrialOutcome) -> tuple[Finding, ...]:
-    """Suspects that give something back for sure, the most first."""
-    rows = [arm for arm in outcome.arms if arm.finding is not None and arm.prediction and arm.saving.low_ns > 0]
-    return tuple(arm.finding for arm in sorted(rows, key=lambda arm: -arm.saving.median_ns) if arm.finding is not None)
-
-
-def _name(arm: Arm) -> str:
-    if arm.finding is None:
-        return "all suspects together"
-    site = arm.finding.site
-    where = f"{site.frame.file}:{site.frame.line} " if site is not None else ""
-    return f"{where}{arm.finding.code} ({arm.mode.name})"

@@ -13,10 +13,12 @@ from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, GARBAGE_COLLE
 from perfdoctor.trial.call_hooks import Place
 from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.neutral_anomaly import NeutralAnomaly
+from perfdoctor.trial.neutral_clip import NeutralClip
 from perfdoctor.trial.neutral_copy import NeutralCopy
 from perfdoctor.trial.neutral_garbage import NeutralGarbage
 from perfdoctor.trial.neutral_inplace import NeutralInplace
 from perfdoctor.trial.neutral_loader import NeutralLoader
+from perfdoctor.trial.neutral_logger import NeutralLogger
 from perfdoctor.trial.neutral_mask import NeutralMask
 from perfdoctor.trial.neutral_norms import NeutralNorms
 from perfdoctor.trial.neutral_optimizer import NeutralOptimizer, is_single_tensor
@@ -79,7 +81,8 @@ def choose_suspects(
     return suspects, left_out
 
 
-_WHOLE = (NeutralOptimizer, NeutralLoader, NeutralGarbage, NeutralAnomaly)
+_WITH_CLIP = ("launch-bound", "small-kernels")
+_WHOLE = (NeutralClip, NeutralOptimizer, NeutralLoader, NeutralGarbage, NeutralAnomaly)
 
 
 def _once(suspect: Suspect, others: list[Suspect]) -> Suspect:
@@ -108,6 +111,8 @@ def suspect_of(finding: Finding, surroundings: Surroundings) -> Suspect:
 
 
 def _neutraliser(finding: Finding, surroundings: Surroundings) -> Neutraliser | str:
+    if finding.code in _WITH_CLIP and surroundings.optimizers:
+        return NeutralClip(surroundings.optimizers, _REFUSED[finding.code])
     if finding.code in _REFUSED:
         return _REFUSED[finding.code]
     if finding.code == "data-wait":
@@ -120,14 +125,14 @@ def _neutraliser(finding: Finding, surroundings: Surroundings) -> Neutraliser | 
         return _of_loop(finding, surroundings)
     if finding.site is None:
         return "the line is not known"
-    make = _at_line(finding)
+    make = _at_line(finding, surroundings)
     return make if isinstance(make, str) else make(Place.of(finding.site))
 
 
-def _at_line(finding: Finding) -> Callable[[Place], Neutraliser] | str:
+def _at_line(finding: Finding, surroundings: Surroundings) -> Callable[[Place], Neutraliser] | str:
     code, kind = finding.code, finding.kind
     if code == HOST_SYNC:
-        return _of_sync(finding)
+        return _of_sync(finding, surroundings)
     if code in (PAGEABLE_COPY, BLOCKING_COPY):
         return lambda place: NeutralCopy(place, building=code == BLOCKING_COPY)
     if code == GARBAGE_COLLECTION:
@@ -139,14 +144,18 @@ def _at_line(finding: Finding) -> Callable[[Place], Neutraliser] | str:
     return f"nothing is known that neutralises {code}"
 
 
-def _of_sync(finding: Finding) -> Callable[[Place], Neutraliser] | str:
+def _of_sync(finding: Finding, surroundings: Surroundings) -> Callable[[Place], Neutraliser] | str:
     kind = finding.kind
     if kind in _BY_SIZE:
-        return NeutralMask
+        replay = surroundings.replay
+        return lambda place: NeutralMask(place, lambda: replay.turn)
     if kind == "cuda_synchronize":
         return NeutralWait
     if kind == "save":
         return lambda place: NeutralSkip(place, saves())
+    if kind == "logging":
+        caller = _caller(finding.site)
+        return lambda place: NeutralLogger(place, caller)
     if kind == "ctc_loss":
         return "the read is inside C++: give the lengths as host tensors and compare"
     caller = _caller(finding.site)

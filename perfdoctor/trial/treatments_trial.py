@@ -3,62 +3,57 @@
 Each treatment: the loop's state is put back to what it was, a few steps run with it, and their losses are held against
 those of the loop as it is. Then blocks of steps, without, with, without, with, ... and without: each block with the
 treatment is paired with its two neighbours, as in a counterfactual (estimate.py). Those accepted are tried together.
+
+Batches: both sides fetch from the real loader and get the same few kept batches instead. Where a treatment changes the
+loader it must be its own batches that come: then both sides begin the loader anew at the start of each block, from the
+same random state, so that it gives the same batches in the same order to both.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from perfdoctor.diagnose.finding import StepTime
-from perfdoctor.treat.snapshot import Snapshot
 from perfdoctor.treat.treatment import Loop, Treatment
-from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, estimate, paired
+from perfdoctor.trial.estimate import FEWEST_PAIRS, claimed, estimate, paired
 from perfdoctor.trial.live_loop import LiveLoop
-from perfdoctor.trial.schedule import EDGE, counted_steps
-from perfdoctor.trial.verdict import Parity, SpeedUp, Verdict, judge_parity
+from perfdoctor.trial.loop_state import LoopState
+from perfdoctor.trial.schedule import counted_steps
+from perfdoctor.trial.verdict import Parity, Side, Verdict, failed, judge_parity, judged, refused, unequal, untried
 from perfdoctor.watch.clocks import Stamp, cuda_active, elapsed_ns
 
 OBSERVED_STEPS = 10
 PARITY_STEPS = 8  # a multiple of the small numbers of batches that scripts take in turn
-MOST_ROUNDS = 8
+MOST_ROUNDS = 16
+_EDGE = 3  # steps at the start of a block that are not counted: there the queues of the block before drain
 _SETTLED = 1.5
-_NOT_RUN = Parity(kept=None, text="not compared")
+_MOST_COUNTED = 200
+_FOR_THE_BEST = 0.2  # of the time: kept back for the best together
 
 Steps = Generator[int, Stamp, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreatmentLimits:
-    """How long each treatment's blocks may take."""
+    """How long the trial may take: in all, and the blocks of one treatment (at least six rounds are run)."""
 
-    seconds: float = 30.0
+    seconds: float = 180.0
+    each_seconds: float = 20.0
     rounds: int = MOST_ROUNDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
-    """Blocks of one side: ns a step of each, and the most memory in use in any."""
-
-    times_ns: tuple[float, ...]
-    peak_bytes: int | None
-
-    def step_time(self, counted: int) -> StepTime:
-        low, mid, high = np.percentile(self.times_ns, (25, 50, 75))
-        return StepTime(
-            median_ns=round(float(mid)), low_ns=round(float(low)), high_ns=round(float(high)),
-            num_steps=counted * len(self.times_ns), basis=f"{len(self.times_ns)} blocks of {counted} steps",
-        )  # fmt: skip
-
-
 class TreatmentsTrial:
-    """Give it the end of every step. `verdicts` fills as treatments are judged; `ended()` is called when all are."""
+    """Give it the end of every step. `verdicts` fills as treatments are judged; `ended()` is called when all are.
+
+    `earlier`: verdicts of a run before this one, whose accepted treatments belong to the best set as well.
+    """
 
     def __init__(
         self,
@@ -66,6 +61,7 @@ class TreatmentsTrial:
         live: LiveLoop,
         *,
         limits: TreatmentLimits | None = None,
+        earlier: Sequence[tuple[Treatment, Verdict]] = (),
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.verdicts: list[Verdict] = []
@@ -73,13 +69,16 @@ class TreatmentsTrial:
         self._treatments = tuple(treatments)
         self._live = live
         self._limits = limits or TreatmentLimits()
+        self._accepted = [(treatment, verdict) for treatment, verdict in earlier if verdict.accepted]
         self._ended = ended
         self._active: tuple[Treatment, ...] = ()  # those that the running steps are treated with
         self._loop = Loop(device=torch.device("cpu"))
-        self._before: Snapshot | None = None
+        self._before: LoopState | None = None
         self._step_ns = 0.0
-        self._base: list[float] = []
-        self._again: list[float] = []
+        self._began = time.perf_counter()
+        self._workers = self._queue = 0  # of the loader, on the side that has more
+        # Losses of the loop as it is, twice; by whether batches are replayed, and dropout is off.
+        self._base: dict[tuple[bool, bool], tuple[list[float], list[float]]] = {}
         self._steps = self._all()
         self._left = next(self._steps)
 
@@ -104,7 +103,7 @@ class TreatmentsTrial:
     def fail(self, error: BaseException) -> None:
         """The script died. A treatment that was on then has failed, and is told as a Verdict."""
         if self._active:
-            self.verdicts.append(_failed(self._active, error))
+            self.verdicts.append(failed(_name(self._active), error))
         self.close()
 
     def close(self) -> None:
@@ -116,10 +115,11 @@ class TreatmentsTrial:
             self._steps.close()  # leaves the treatment that is on
         finally:
             self._active = ()
+            self._loop = Loop(device=torch.device("cpu"))  # the objects of the script may go
             before, self._before = self._before, None
+            self._live.held = self._live.listening = False
             if before is not None:
                 before.restore()
-            self._live.held = self._live.listening = False
 
     def _all(self) -> Steps:
         """Everything in order; each `yield n` lets n steps run and gets the stamp at their end."""
@@ -129,106 +129,206 @@ class TreatmentsTrial:
         self._loop = self._live.loop()
         self._live.stop_looking()
         self._live.held = True
-        self._before = Snapshot.take(self._loop.model, self._loop.optimizers)
-        yield from self._parity_run((), self._base)
-        yield from self._parity_run((), self._again)
+        self._before = LoopState.take(self._loop)
         for treatment in self._treatments:
             refusal = treatment.refuses(self._loop)
             if refusal:
-                self.verdicts.append(_refused(treatment, refusal))
+                self.verdicts.append(refused(treatment.name, refusal))
+            elif not self._suffices(1 - _FOR_THE_BEST):
+                self.verdicts.append(untried(treatment.name, "the time was spent (--seconds)"))
             else:
                 yield from self._try((treatment,))
-        accepted = sorted((v for v in self.verdicts if v.accepted), key=lambda v: -_saved(v))
-        best = [t for v in accepted for t in self._treatments if t.name == v.treatment]
-        if len(best) > 1:
-            yield from self._try(_compatible(best, self._loop))
+        yield from self._try_best()
+
+    def _suffices(self, share: float = 1.0) -> bool:
+        """Whether six rounds fit into what is left of a share of the time."""
+        blocks = 2 * FEWEST_PAIRS + 1
+        steps = 2 * PARITY_STEPS + blocks * (_EDGE + counted_steps(self._step_ns))
+        left = share * self._limits.seconds - (time.perf_counter() - self._began)
+        return steps * self._step_ns / 1e9 < left
+
+    def _try_best(self) -> Steps:
+        found = [(t, v) for v in self.verdicts if v.accepted for t in self._treatments if t.name == v.treatment]
+        accepted = sorted((*self._accepted, *found), key=lambda pair: -_saved(pair[1]))
+        best = _compatible([treatment for treatment, _ in accepted], self._loop)
+        if len(best) < 2:
+            return
+        if not self._suffices():
+            self.verdicts.append(untried(_name(best), "the time was spent (--seconds)"))
+            return
+        yield from self._try(best)
 
     def _try(self, treatments: tuple[Treatment, ...]) -> Steps:
+        self._workers = self._queue = 0
         try:
-            losses: list[float] = []
-            stamps = yield from self._parity_run(treatments, losses)
-            parity = self._judge(treatments, losses)
+            parity, replayed, stamps = yield from self._compare(treatments, dry=False)
+            if parity.kept is False and _dropouts(self._loop.model):
+                without, _, _ = yield from self._compare(treatments, dry=True)
+                if without.kept:
+                    text = f"{without.text} (compared without dropout, whose masks are others)"
+                    parity = replace(without, text=text)
             if parity.kept is False:
-                self.verdicts.append(_unequal(treatments, parity))
+                self.verdicts.append(unequal(_name(treatments), parity))
                 return
-            yield from self._time(treatments, parity, _edge(stamps))
+            yield from self._time(treatments, parity, _edge(stamps), replayed)
         except Exception as error:  # of applying or undoing a treatment; the script's own end in `fail`
             self._active = ()
-            self.verdicts.append(_failed(treatments, error))
+            self.verdicts.append(failed(_name(treatments), error))
 
-    def _judge(self, treatments: tuple[Treatment, ...], losses: list[float]) -> Parity:
+    def _compare(
+        self, treatments: tuple[Treatment, ...], *, dry: bool
+    ) -> Generator[int, Stamp, tuple[Parity, bool, list[Stamp]]]:
+        """Losses with the treatments against those without, `dry`: with no dropout on either side."""
+        losses: list[float] = []
+        replayed, stamps = yield from self._parity_run(treatments, losses, replayed=None, dry=dry)
+        if (replayed, dry) not in self._base:
+            base: tuple[list[float], list[float]] = ([], [])
+            for into in base:
+                yield from self._parity_run((), into, replayed=replayed, dry=dry)
+            self._base[replayed, dry] = base
+        return self._judge(treatments, losses, *self._base[replayed, dry]), replayed, stamps
+
+    def _judge(
+        self, treatments: tuple[Treatment, ...], losses: list[float], base: list[float], again: list[float]
+    ) -> Parity:
         numerics = [treatment.numerics for treatment in treatments]
         return judge_parity(
-            self._base,
-            self._again,
+            base,
+            again,
             losses,
             rtol=sum(each.rtol for each in numerics),
             atol=sum(each.atol for each in numerics),
             why="; ".join(each.why for each in numerics if each.why and not each.bitwise),
         )
 
-    def _parity_run(self, treatments: tuple[Treatment, ...], into: list[float]) -> Generator[int, Stamp, list[Stamp]]:
-        """A few steps from the same state on the same batches; their losses into `into`, the stamps of their ends."""
+    def _parity_run(
+        self, treatments: tuple[Treatment, ...], into: list[float], *, replayed: bool | None, dry: bool
+    ) -> Generator[int, Stamp, tuple[bool, list[Stamp]]]:
+        """A few steps from the same state on the same batches; their losses into `into`.
+
+        Gives whether kept batches were replayed (None: as the treatment allows), and the stamps of the steps' ends.
+        """
         assert self._before is not None
+        self._live.restart(replayed=True)
         self._before.restore()
         stamps = []
         with ExitStack() as stack:
-            self._apply(treatments, stack)
+            if dry:
+                stack.enter_context(_dry(self._loop.model))
+            same = self._apply(treatments, stack)
+            replayed = same if replayed is None else replayed
+            self._live.restart(replayed=replayed)
             self._live.listening = True
             for _ in range(PARITY_STEPS):
                 stamps.append((yield 1))
             self._live.listening = False
             into += self._live.values()
-        self._restarted(treatments)
-        return stamps
+        return replayed, stamps
 
-    def _apply(self, treatments: tuple[Treatment, ...], stack: ExitStack) -> None:
-        """Enter the treatments, in order; their loader, where they changed it, is begun anew."""
+    def _apply(self, treatments: tuple[Treatment, ...], stack: ExitStack) -> bool:
+        """Enter the treatments, in order. Gives whether they leave the loader as it is."""
         self._active = treatments
         stack.callback(self._leave)
         loop, loader = self._loop, _look_of(self._loop.loader)
         for treatment in treatments:
             loop = stack.enter_context(treatment.applied(loop))
-        self._live.restart(replayed=_look_of(loop.loader) == loader)
+        for each in (self._loop.loader, loop.loader):
+            self._workers = max(self._workers, getattr(each, "num_workers", 0))
+            self._queue = max(self._queue, getattr(each, "num_workers", 0) * (getattr(each, "prefetch_factor", 0) or 0))
+        stack.callback(self._live.restart, replayed=True)  # a treated iterator ends before its treatment does
+        return bool(_look_of(loop.loader) == loader)
 
     def _leave(self) -> None:
         self._active = ()
 
-    def _restarted(self, treatments: tuple[Treatment, ...]) -> None:
-        if treatments:
-            self._live.restart(replayed=True)
-
-    def _time(self, treatments: tuple[Treatment, ...], parity: Parity, edge: int) -> Steps:
-        counted = counted_steps(self._step_ns)
+    def _time(self, treatments: tuple[Treatment, ...], parity: Parity, edge: int, replayed: bool) -> Steps:
+        counted = counted_steps(self._step_ns, multiple=self._period(replayed))
+        # Workers that have just been started fill their queue first.
+        plan = _Blocks(edge=edge if replayed else edge + self._queue, counted=counted, replayed=replayed)
         off: list[tuple[Stamp, Stamp]] = []
         on: list[tuple[Stamp, Stamp]] = []
         peaks: dict[bool, list[int]] = {True: [], False: []}
         began = time.perf_counter()
-        yield from self._block((), off, peaks[False], EDGE, counted)
-        for _ in range(self._limits.rounds):
-            yield from self._block(treatments, on, peaks[True], edge, counted)
-            yield from self._block((), off, peaks[False], EDGE, counted)
-            if time.perf_counter() - began > self._limits.seconds:
+        yield from self._block((), off, peaks[False], plan)
+        for number in range(1, self._limits.rounds + 1):
+            yield from self._block(treatments, on, peaks[True], plan)
+            yield from self._block((), off, peaks[False], plan)
+            if self._is_late(began, number):
                 break
-        before = _Side(times_ns=_times(off, counted), peak_bytes=max(peaks[False], default=None))
-        after = _Side(times_ns=_times(on, counted), peak_bytes=max(peaks[True], default=None))
+        before, after = Side.of(off, peaks[False], plan.counted), Side.of(on, peaks[True], plan.counted)
         saving = estimate(paired(before.times_ns[:-1], after.times_ns, before.times_ns[1:]))
-        self.verdicts.append(_judged(treatments, parity, before, after, saving, counted))
+        saving = claimed(saving, float(np.median(before.times_ns)))
+        lines = tuple(dict.fromkeys(line for treatment in treatments for line in treatment.lines))
+        self.verdicts.append(judged(_name(treatments), parity, before, after, saving, lines))
+
+    def _is_late(self, began: float, rounds: int) -> bool:
+        """Six rounds decide; more where there is time."""
+        now = time.perf_counter()
+        if now - self._began > self._limits.seconds:
+            return True
+        return rounds >= FEWEST_PAIRS and now - began > self._limits.each_seconds
 
     def _block(
-        self, treatments: tuple[Treatment, ...], into: list[tuple[Stamp, Stamp]], peaks: list[int], edge: int,
-        counted: int,
-    ) -> Steps:  # fmt: skip
+        self, treatments: tuple[Treatment, ...], into: list[tuple[Stamp, Stamp]], peaks: list[int], plan: _Blocks
+    ) -> Steps:
+        assert self._before is not None
+        measured = self._loop.device.type == "cuda" and cuda_active()
         with ExitStack() as stack:
             self._apply(treatments, stack)
-            first = yield edge
-            if self._loop.device.type == "cuda" and cuda_active():
+            self._live.restart(replayed=plan.replayed)
+            if not plan.replayed:
+                self._before.restore_random()
+            first = yield plan.edge
+            if measured:
                 torch.cuda.reset_peak_memory_stats(self._loop.device)
-            last = yield counted
-            if self._loop.device.type == "cuda" and cuda_active():
-                peaks.append(torch.cuda.max_memory_allocated(self._loop.device))
+            last = yield plan.counted
+            if measured:
+                peaks.append(torch.cuda.max_memory_allocated(self._loop.device) - self._before.own_bytes)
             into.append((first, last))
-        self._restarted(treatments)
+
+    def _period(self, replayed: bool) -> int:
+        """Steps after which the loader's costs come again: its workers' turns, and a short epoch with its end."""
+        if replayed:
+            return 1
+        workers = max(self._workers, 1)
+        both = math.lcm(workers, _epoch_of(self._loop.loader))
+        return both if both <= _MOST_COUNTED else workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """The blocks of both sides: uncounted and counted steps, and whose batches come."""
+
+    edge: int
+    counted: int
+    replayed: bool
+
+
+def _dropouts(model: torch.nn.Module | None) -> list[Any]:
+    """The modules that drop something, with a probability above 0."""
+    modules: list[Any] = [] if model is None else list(model.modules())
+    return [each for each in modules if isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0]
+
+
+@contextmanager
+def _dry(model: torch.nn.Module | None) -> Iterator[None]:
+    """No dropout: compiled kernels and other memory layouts draw other masks, which says nothing of their sums."""
+    found = [(module, module.p) for module in _dropouts(model)]
+    try:
+        for module, _ in found:
+            module.p = 0.0
+        yield
+    finally:
+        for module, share in found:
+            module.p = share
+
+
+def _epoch_of(loader: Any) -> int:
+    """Batches of an epoch, 1 where it has no length."""
+    try:
+        return max(len(loader), 1)
+    except TypeError:  # a stream
+        return 1
 
 
 def _look_of(loader: Any) -> Any:
@@ -244,11 +344,7 @@ def _edge(stamps: Sequence[Stamp]) -> int:
     times = np.diff([stamp.ns for stamp in stamps])
     usual = float(np.median(times[-3:]))
     late = [i for i, ns in enumerate(times) if ns > _SETTLED * usual]
-    return max(EDGE, min(late[-1] + 2, PARITY_STEPS) if late else EDGE)
-
-
-def _times(spans: Sequence[tuple[Stamp, Stamp]], counted: int) -> tuple[float, ...]:
-    return tuple(elapsed_ns(first, last) / counted for first, last in spans)
+    return max(_EDGE, min(late[-1] + 2, PARITY_STEPS) if late else _EDGE)
 
 
 def _compatible(best: Sequence[Treatment], loop: Loop) -> tuple[Treatment, ...]:
@@ -272,51 +368,5 @@ def _name(treatments: Sequence[Treatment]) -> str:
     return " + ".join(treatment.name for treatment in treatments)
 
 
-def _lines(treatments: Sequence[Treatment]) -> tuple[str, ...]:
-    return tuple(line for treatment in treatments for line in treatment.lines)
-
-
 def _saved(verdict: Verdict) -> float:
     return 0.0 if verdict.saving is None else verdict.saving.mid_ns
-
-
-def _refused(treatment: Treatment, why: str) -> Verdict:
-    return Verdict(treatment=treatment.name, accepted=False, reason=f"does not fit: {why}", parity=_NOT_RUN)
-
-
-def _unequal(treatments: Sequence[Treatment], parity: Parity) -> Verdict:
-    reason = f"not timed, as it changes the numbers more than it claims: {parity.text}"
-    return Verdict(treatment=_name(treatments), accepted=False, reason=reason, parity=parity)
-
-
-def _failed(treatments: Sequence[Treatment], error: BaseException) -> Verdict:
-    memory = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
-    text = " ".join(str(error).split())[:300]
-    reason = f"failed: {memory}{type(error).__name__}: {text}"
-    return Verdict(treatment=_name(treatments), accepted=False, reason=reason, parity=_NOT_RUN)
-
-
-def _judged(
-    treatments: Sequence[Treatment], parity: Parity, before: _Side, after: _Side, saving: Estimate, counted: int
-) -> Verdict:
-    verdict = Verdict(
-        treatment=_name(treatments),
-        accepted=False,
-        reason="",
-        parity=parity,
-        before=before.step_time(counted),
-        after=after.step_time(counted),
-        speed_up=SpeedUp.of(saving, float(np.median(before.times_ns))),
-        saving=saving,
-        peak_memory_before_bytes=before.peak_bytes,
-        peak_memory_after_bytes=after.peak_bytes,
-    )
-    if saving.num_pairs < FEWEST_PAIRS:
-        return replace(verdict, reason=f"only {saving.num_pairs} pairs of blocks fitted into the time: not decided")
-    if not saving.certain:
-        return replace(verdict, reason="no difference: the interval holds zero")
-    if saving.mid_ns < 0:
-        return replace(verdict, reason="slower")
-    if parity.kept is None:
-        return replace(verdict, reason=f"faster, but the losses could not be compared: {parity.text}")
-    return replace(verdict, accepted=True, reason=f"faster, {parity.text}", lines=_lines(treatments))

@@ -6,8 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from perfdoctor.diagnose.finding import StepTime
-from perfdoctor.trial.estimate import Estimate
+from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate
+from perfdoctor.watch.clocks import Stamp, elapsed_ns
+
+# A loop that differs from itself by more than this share of its loss was not given the same batches.
+_REPEATS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,9 @@ class Parity:
     num_losses: int = 0
 
 
+NOT_COMPARED = Parity(kept=None, text="not compared")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """A treatment tried. A failure (out of memory included) is a Verdict as well: `reason` says what happened."""
@@ -60,6 +69,89 @@ class Verdict:
     lines: tuple[str, ...] = ()  # what the user writes to keep it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Blocks with the treatment, or without: ns a step of each, and the most device memory in use in any."""
+
+    times_ns: tuple[float, ...]
+    counted: int
+    peak_bytes: int | None
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[Stamp, Stamp]], peaks: Sequence[int], counted: int) -> Side:
+        """From the stamps at the start and end of the counted steps. Waits for the device."""
+        times = tuple(elapsed_ns(first, last) / counted for first, last in spans)
+        return cls(times_ns=times, counted=counted, peak_bytes=max(peaks, default=None))
+
+    @property
+    def step_time(self) -> StepTime:
+        low, mid, high = np.percentile(self.times_ns, (25, 50, 75))
+        num_blocks = len(self.times_ns)
+        return StepTime(
+            median_ns=round(float(mid)), low_ns=round(float(low)), high_ns=round(float(high)),
+            num_steps=self.counted * num_blocks, basis=f"{num_blocks} blocks of {self.counted} steps",
+        )  # fmt: skip
+
+
+def refused(name: str, why: str) -> Verdict:
+    """It does not fit this loop."""
+    return Verdict(treatment=name, accepted=False, reason=f"does not fit: {why}", parity=NOT_COMPARED)
+
+
+def untried(name: str, why: str) -> Verdict:
+    """It was not reached."""
+    return Verdict(treatment=name, accepted=False, reason=f"not tried: {why}", parity=NOT_COMPARED)
+
+
+def unequal(name: str, parity: Parity) -> Verdict:
+    """It changes the numbers more than it claims."""
+    reason = f"not timed, as it changes the numbers more than it claims: {parity.text}"
+    return Verdict(treatment=name, accepted=False, reason=reason, parity=parity)
+
+
+def failed(name: str, error: BaseException) -> Verdict:
+    """It raised, or the script did while it was on."""
+    memory = "out of memory: " if type(error).__name__ == "OutOfMemoryError" else ""
+    text = " ".join(str(error).split())[:300]
+    return Verdict(
+        treatment=name,
+        accepted=False,
+        reason=f"failed: {memory}{type(error).__name__}: {text}",
+        parity=NOT_COMPARED,
+    )
+
+
+def judged(name: str, parity: Parity, before: Side, after: Side, saving: Estimate, lines: tuple[str, ...]) -> Verdict:
+    """It was timed: faster for sure, and with the same losses, or not."""
+    base_ns = float(np.median(before.times_ns))
+    accepted, reason = _decide(parity, saving)
+    return Verdict(
+        treatment=name,
+        accepted=accepted,
+        reason=reason,
+        parity=parity,
+        before=before.step_time,
+        after=after.step_time,
+        speed_up=SpeedUp.of(saving, base_ns),
+        saving=saving,
+        peak_memory_before_bytes=before.peak_bytes,
+        peak_memory_after_bytes=after.peak_bytes,
+        lines=lines if accepted else (),
+    )
+
+
+def _decide(parity: Parity, saving: Estimate) -> tuple[bool, str]:
+    if saving.num_pairs < FEWEST_PAIRS:
+        return False, f"only {saving.num_pairs} pairs of blocks fitted into the time: not decided"
+    if not saving.certain:
+        return False, "no difference: the interval holds zero"
+    if saving.mid_ns < 0:
+        return False, "slower"
+    if parity.kept is None:
+        return False, f"faster, but the losses could not be compared: {parity.text}"
+    return True, f"faster, {parity.text}"
+
+
 def judge_parity(
     base: Sequence[float], again: Sequence[float], treated: Sequence[float], *, rtol: float, atol: float, why: str = ""
 ) -> Parity:
@@ -73,6 +165,9 @@ def judge_parity(
     if len(base) != len(again) or len(base) != len(treated):
         return Parity(kept=None, text=f"{len(base)} losses without, {len(treated)} with the treatment")
     repeat = max((_distance(a, b) for a, b in zip(base, again, strict=True)), default=0.0)
+    if repeat > _REPEATS * max(abs(a) for a in base):
+        text = f"the loop differs from itself by {repeat:.3g} from the same state: its batches are others each time"
+        return Parity(kept=None, text=text, repeat=repeat, num_losses=len(base))
     pairs = list(zip(base, treated, strict=True))
     difference = max(_distance(a, b) for a, b in pairs)
     kept = all(_distance(a, b) <= atol + rtol * abs(a) + 2 * repeat for a, b in pairs if not math.isnan(a))

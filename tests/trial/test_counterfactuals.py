@@ -5,6 +5,7 @@ The clock says 1000 for a step and 100 for each call of it that stalls the host:
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 import perfdoctor
-from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, StepTime
+from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Saving, Severity, StepTime
 from perfdoctor.record.capture import Frame, Site
+from perfdoctor.report.trial import TrialReport
+from perfdoctor.trial.arms import fix_order
 from perfdoctor.trial.clock import BlockClock
 from perfdoctor.trial.loader_replay import LoaderReplay
-from perfdoctor.trial.outcome import TrialOutcome
+from perfdoctor.trial.outcome import ArmResult, TrialOutcome
 from perfdoctor.trial.runner import Limits, Trial
 from perfdoctor.trial.suspects import Surroundings, choose_suspects
 
@@ -72,11 +75,17 @@ def diagnosis(*findings: Finding) -> Diagnosis:
 
 
 def tried(
-    device: Any, loop: Loop, step: Callable[[int], None], *findings: Finding, most: int = 100_000
+    device: Any,
+    loop: Loop,
+    step: Callable[[int], None],
+    *findings: Finding,
+    most: int = 100_000,
+    replay: LoaderReplay | None = None,
+    steps: int = 1000,
 ) -> TrialOutcome:
     """Run `step` until the trial is over, with the clock of crossings."""
     now = [0]
-    replay = LoaderReplay(lambda: None)
+    replay = replay or LoaderReplay(lambda: None)
     suspects, _ = choose_suspects(
         diagnosis(*findings), Surroundings(optimizers=(loop.optimizer,), replay=replay), most=10
     )
@@ -84,7 +93,7 @@ def tried(
         diagnosis(*findings),
         suspects,
         replay,
-        limits=Limits(steps=1000, seconds=600),
+        limits=Limits(steps=steps, seconds=600),
         clock=BlockClock(lambda a, b: b - a),
     )
     trial.start()
@@ -226,7 +235,26 @@ def test_a_mask_whose_size_changes_is_refused(device: Any) -> None:
 
     outcome = tried(device, loop, step, finding("changing", "host-sync", "boolean_mask"))
     assert not outcome.arms
-    assert "changes from step to step" in outcome.refused[0].why
+    assert "another size each time" in outcome.refused[0].why
+
+
+def test_a_mask_whose_size_is_that_of_its_batch_gathers_as_that_batch_did(device: Any) -> None:
+    loop = Loop()
+    replay = LoaderReplay(lambda: None)
+    lengths = [3, 1, 4, 2]
+    batches = iter([torch.arange(4) < lengths[i % 4] for i in range(100_000)])
+    seen = []
+
+    def step(number: int) -> None:
+        mask = replay.next_of(batches).to("cuda")
+        x = torch.ones(4, 8).cuda()
+        kept = x[mask]  # padded
+        seen.append(kept.shape[0])
+        loop.train(kept, lambda loss: None)
+
+    outcome = tried(device, loop, step, finding("padded", "host-sync", "boolean_mask"), replay=replay)
+    assert saving(outcome, "gone")[0] == STALL, outcome.refused
+    assert seen == [lengths[i % 4] for i in range(len(seen))]  # round and round
 
 
 def test_a_norm_loop_becomes_one_call_with_the_same_values(device: Any) -> None:
@@ -331,6 +359,43 @@ def test_two_suspects_alone_and_together_in_the_order_of_what_they_give(device: 
     assert outcome.together.saving.median_ns == 5 * STALL
     assert [f.site.text for f in outcome.order if f.site] == ["four", "single"]
     assert [(row.finding.code, "train_step" in row.why) for row in outcome.refused] == [("launch-bound", True)]
+
+
+def test_the_first_fixes_are_tried_together_too(device: Any) -> None:
+    loop = Loop()
+
+    def step(number: int) -> None:
+        loop.train(loop.pool[0].cuda(), lambda t: (t.item(), 1))  # cheap
+        loop.seen.append([t.item() for t in (loop.model[0].bias[:1], loop.model[0].bias[:1])])  # medium
+        loop.seen.append([p.mean().item() for p in loop.model.parameters()])  # dear
+
+    outcome = tried(
+        device, loop, step, *(finding(name, "host-sync", "item") for name in ("cheap", "medium", "dear")), steps=3000
+    )
+    joint = next(arm for arm in outcome.arms if arm.mode == "first 2")
+    assert joint.saving.median_ns == (4 + 2) * STALL
+    assert outcome.together is not None
+    assert outcome.together.saving.median_ns == (4 + 2 + 1) * STALL
+    assert [f.site.text for f in outcome.order if f.site] == ["dear", "medium", "cheap"]
+    assert "All together" in TrialReport.of(outcome).to_text()
+
+
+def arm_result(name: str, median: int, finding: Finding | None = None) -> ArmResult:
+    saving = Saving(median_ns=median, low_ns=median - 5, high_ns=median + 5, basis="")
+    return ArmResult(finding=finding, mode=name, text=name, prediction=True, saving=saving, num_pairs=9)
+
+
+def test_what_gives_nothing_more_once_others_are_fixed_is_left_out() -> None:
+    rows = [finding(name, "host-sync", "item") for name in ("dear", "medium", "cheap")]
+    arms = [arm_result("gone", ns, row) for ns, row in zip((500, 400, 100), rows, strict=True)]
+    outcome = TrialOutcome(diagnosis=diagnosis(*rows), base_ns=1000)
+    overlapping = replace(outcome, arms=(*arms, arm_result("first 2", 499), arm_result("all", 600)))
+    order, notes = fix_order(overlapping)
+    assert order == (rows[0], rows[2])
+    assert [f"{line_of('medium')} gives nothing more" in note for note in notes] == [True]
+    order, notes = fix_order(replace(outcome, arms=tuple(arms)))
+    assert order == tuple(rows)
+    assert "alone" in notes[0]
 
 
 def test_a_loop_that_ends_early_says_so_and_claims_nothing(device: Any) -> None:

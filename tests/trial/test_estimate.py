@@ -7,6 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from perfdoctor.trial.estimate import (
+    Estimate,
+    claimed,
     critical_rank,
     estimate,
     estimate_mean,
@@ -15,7 +17,7 @@ from perfdoctor.trial.estimate import (
     steady_means,
     walsh_averages,
 )
-from perfdoctor.trial.schedule import BASE, Layout
+from perfdoctor.trial.schedule import BASE, Layout, lay_out
 
 
 def test_a_pair_is_the_mean_of_the_neighbours_less_the_arm() -> None:
@@ -68,7 +70,7 @@ def test_what_happens_in_one_block_of_ten_is_seen_by_the_mean_only() -> None:
 def simulated(saving: float, seed: int, *, rounds: int = 12, arms: int = 3) -> NDArray[np.float64]:
     """Differences of arm 0 on a noisy host, steps of 25 ms: a drift of 20 %, 1 % noise, a hiccup of 30 ms in 1 %."""
     rng = np.random.default_rng(seed)
-    blocks = Layout(counted=8, edges=(3,) * arms, base_edges=(3,) * arms, rounds=rounds).blocks()
+    blocks = Layout(counted=8, edges=(3,) * arms, base_edges=(3,) * arms, rounds=rounds, extra=0).blocks()
     timed = []
     for i, block in enumerate(blocks):
         step = 25.0 * (1 + 0.2 * i / len(blocks)) - saving * (block.arm == 0)
@@ -105,3 +107,77 @@ def test_a_stall_in_every_fourth_step_counts_and_a_single_hiccup_does_not() -> N
     blocks = [(BASE, stalling), (0, quiet), (BASE, stalling), (0, hiccup), (BASE, stalling), (0, quiet)]
     assert [mean for _, mean in steady_means(blocks)] == [20.0, 10.0, 20.0, 10.0, 20.0, 10.0]
     assert plain_means(blocks)[3] == (0, 20.0)
+
+
+STEP_MS = 29.0
+
+
+def host_steps(rng: np.random.Generator, num_steps: int) -> NDArray[np.float64]:
+    """Steps of 29 ms on a wandering host: its speed drifts by 3 % within a second (AR(1)), it is 20 % slower for some
+    300 ms at a time, steps scatter by 1.5 % with heavy tails, and one in a hundred is held up for 30 ms."""
+    memory = np.exp(-STEP_MS / 1000)
+    pushes = 0.03 * np.sqrt(1 - memory**2) * rng.standard_normal(num_steps)
+    drift = autoregressive(pushes, memory)
+    slow = np.cumsum(rng.random(num_steps) < STEP_MS / 300) % 2
+    scatter = 1 + 0.015 * np.clip(rng.standard_t(3, num_steps), -8, 8)
+    return STEP_MS * (1 + drift) * (1 + 0.2 * slow) * scatter + 30 * (rng.random(num_steps) < 0.01)
+
+
+def autoregressive(pushes: NDArray[np.float64], memory: float) -> NDArray[np.float64]:
+    """x[i] = memory x[i - 1] + pushes[i]."""
+    kernel = memory ** np.arange(300)
+    return np.asarray(np.convolve(pushes, kernel)[: len(pushes)], np.float64)
+
+
+def wandering(saving: float, seed: int, *, seconds: float, arms: int = 1) -> tuple[Estimate, float]:
+    """What a trial of so many seconds says of arm 0, which saves `saving` ms, and the base step."""
+    layout = lay_out(32e6, [1] * arms, [1] * arms, max_steps=10**6, max_ns=seconds * 1e9)
+    steps = host_steps(np.random.default_rng(seed), layout.steps)
+    at, blocks = 0, []
+    for block in layout.blocks():
+        blocks.append((block.arm, steps[at + block.edge : at + block.steps] - saving * (block.arm == 0)))
+        at += block.steps
+    times = steady_means(blocks)
+    mine = [i for i, (arm, _) in enumerate(times) if arm == 0]
+    pairs = paired([times[i - 1][1] for i in mine], [times[i][1] for i in mine], [times[i + 1][1] for i in mine])
+    base = float(np.median([ns for arm, ns in times if arm == BASE]))
+    return claimed(estimate(pairs), base), base
+
+
+@pytest.mark.parametrize(("seconds", "arms"), [(15, 1), (60, 2)])
+@pytest.mark.parametrize("truth", [0.0, 0.008])
+def test_on_a_wandering_host_no_large_claim_is_made_of_nothing(truth: float, seconds: float, arms: int) -> None:
+    found = [wandering(truth * STEP_MS, seed, seconds=seconds, arms=arms) for seed in range(500)]
+    assert not [measured for measured, base in found if measured.certain and abs(measured.mid_ns) > 0.03 * base]
+
+
+def test_on_a_wandering_host_five_percent_is_found_in_the_time_of_the_command() -> None:
+    found = [wandering(0.05 * 1.1 * STEP_MS, seed, seconds=120) for seed in range(200)]
+    assert all(measured.low_ns > 0 for measured, _ in found)
+    errors = [abs(measured.mid_ns - 0.05 * 1.1 * STEP_MS) / base for measured, base in found]
+    assert np.median(errors) < 0.005
+    assert max(errors) < 0.02
+
+
+def test_the_interval_holds_the_truth_on_a_wandering_host_too() -> None:
+    held = [(e := wandering(1.0, seed, seconds=40)[0]).low_ns <= 1.0 <= e.high_ns for seed in range(200)]
+    assert np.mean(held) > 0.92
+
+
+@pytest.mark.parametrize(
+    ("low", "mid", "high", "kept"),
+    [
+        (0.1, 0.4, 0.7, False),  # below half a percent of 100
+        (0.2, 1.0, 1.8, True),
+        (0.5, 4.0, 7.5, False),  # one in a thousand might be nothing
+        (3.0, 5.0, 7.0, True),
+        (-1.0, 2.0, 5.0, True),  # claims nothing as it is
+        (-7.0, -5.0, -3.0, True),
+        (-7.5, -4.0, -0.5, False),
+    ],
+)
+def test_what_is_claimed(low: float, mid: float, high: float, kept: bool) -> None:
+    measured = Estimate(mid_ns=mid, low_ns=low, high_ns=high, num_pairs=20)
+    after = claimed(measured, 100.0)
+    assert (after == measured) == kept
+    assert kept or (after.low_ns <= 0 <= after.high_ns and after.mid_ns == mid)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
@@ -50,7 +54,7 @@ def _train(steps: int = 5000) -> None:
             done += 1
 
 
-def _run(*treatments: Treatment) -> TreatmentsTrial:
+def _run(*treatments: Treatment, train: Callable[[], None] = _train) -> TreatmentsTrial:
     live = LiveLoop()
 
     def ended() -> None:
@@ -61,7 +65,7 @@ def _run(*treatments: Treatment) -> TreatmentsTrial:
     live.install()
     steps.install()
     try:
-        _train()
+        train()
     except _Over:
         pass
     except Exception as error:
@@ -173,6 +177,123 @@ def test_the_live_loop_sees_the_outermost_module_the_optimizer_and_the_loader() 
     assert (torch.Tensor.backward, DataLoader.__iter__) == before
 
 
+KEPT: dict[str, object] = {}
+
+
+class Words(Dataset[torch.Tensor]):
+    """Rows that know their number; each takes a while, as a tokenizer does."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.pause_s)
+        return torch.full((4,), index / 48)
+
+
+def _train_words(pause_s: float, workers: int = 0, steps: int = 5000) -> None:
+    """Short epochs, shuffled, a schedule that changes the rate at every step, dropout."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    loader = DataLoader(Words(pause_s), batch_size=4, shuffle=True, num_workers=workers)
+    KEPT.update(model=model, optimizer=optimizer, schedule=schedule, loader=loader)
+    done = 0
+    while done < steps:
+        for x in loader:
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            time.sleep(4 * pause_s)  # as long as the loader takes for a batch: a worker halves the step
+            done += 1
+
+
+def _words(pause_s: float, workers: int, *names: str) -> TreatmentsTrial:
+    return _run(*map(treatment, names), train=lambda: _train_words(pause_s, workers))
+
+
+def test_workers_take_a_slow_loader_off_the_loop_with_equal_losses() -> None:
+    (verdict,) = _words(0.002, 0, "dataloader_workers").verdicts
+    assert verdict.parity.difference == 0  # the same order, though it is the worker that fetches
+    assert verdict.speed_up is not None
+    assert verdict.speed_up.mid > 1.3
+    assert vars(KEPT["loader"])["num_workers"] == 0
+
+
+def test_workers_that_persist_are_measured_over_whole_epochs() -> None:
+    (verdict,) = _words(0.0, 1, "persistent_workers").verdicts
+    assert verdict.before is not None, verdict.reason
+    assert verdict.parity.difference == 0
+    assert verdict.before.num_steps % 12 == 0  # twelve batches an epoch, one start of workers in each
+    assert vars(KEPT["loader"])["persistent_workers"] is False
+    assert vars(KEPT["loader"])["_iterator"] is None
+
+
+@pytest.mark.parametrize("name", ["fused_optimizer", "bf16_autocast", "set_to_none", "gc_frozen"])
+def test_a_real_treatment_is_measured_and_taken_back(name: str) -> None:
+    (verdict,) = _words(0.0, 0, name).verdicts
+    assert verdict.saving is not None, verdict.reason
+    assert verdict.parity.kept
+    optimizer, model = KEPT["optimizer"], KEPT["model"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(model, torch.nn.Module)
+    assert not optimizer.param_groups[0].get("fused")
+    assert "zero_grad" not in vars(optimizer)
+    assert "forward" not in vars(model)
+    assert gc.isenabled()
+
+
+def test_the_state_at_the_end_is_that_before_the_first_treatment() -> None:
+    """Ten steps are observed; then everything is put back, the schedule too: as ten steps alone."""
+    _words(0.0, 0, "fused_optimizer")
+    optimizer, schedule = KEPT["optimizer"], KEPT["schedule"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    tried = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    counts = {int(held["step"]) for held in optimizer.state.values()}
+    last = schedule.last_epoch  # type: ignore[attr-defined]
+    assert counts == {10}
+    assert last in (9, 10)
+    again = _stopped_after(10)
+    assert all(torch.equal(a, b) for a, b in zip(tried, again, strict=True))
+
+
+def _stopped_after(number: int) -> list[torch.Tensor]:
+    seen = 0
+
+    def stop(*_: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            raise _Over
+
+    handle = register_optimizer_step_post_hook(stop)
+    try:
+        _train_words(0.0)
+    except _Over:
+        pass
+    finally:
+        handle.remove()
+    optimizer = KEPT["optimizer"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
+def test_compilation_is_tried_and_undone() -> None:
+    (verdict,) = _words(0.0, 0, "compile").verdicts
+    assert verdict.saving is not None, verdict.reason
+    model = KEPT["model"]
+    assert isinstance(model, torch.nn.Module)
+    assert model._compiled_call_impl is None
+    assert "compared without dropout" in verdict.parity.text  # compiled code draws other masks
+    assert [each.p for each in model.modules() if isinstance(each, torch.nn.Dropout)] == [0.5]
+
+
 @pytest.mark.parametrize(
     ("base", "again", "treated", "rtol", "kept"),
     [
@@ -184,6 +305,7 @@ def test_the_live_loop_sees_the_outermost_module_the_optimizer_and_the_loader() 
         ([math.nan], [math.nan], [math.nan], 0.0, True),
         ([1.0], [1.0], [1.0, 2.0], 0.0, None),
         ([], [], [], 0.0, None),
+        ([1.0, 2.0], [1.0, 2.5], [1.0, 2.4], 0.0, None),  # other batches each time: nothing can be said
     ],
 )
 def test_parity(base: list[float], again: list[float], treated: list[float], rtol: float, kept: bool | None) -> None:

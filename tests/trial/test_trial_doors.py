@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +153,41 @@ def test_a_trial_belongs_into_the_block() -> None:
             session.trial()
     with pytest.raises(perfdoctor.SessionError, match="ended before the trial began"):
         trial.report()
+
+
+RANKS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(100000):
+    model(torch.randn(4, 8)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_two_ranks_are_refused_on_both_and_nobody_is_left_waiting(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "perfdoctor", "trial", "--seconds", "8", "train.py"]
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        ranks.append(
+            subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        )
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=90)
+            assert rank.returncode == 2
+            assert b"runs on 2 ranks" in errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,264 @@
+"""Treatments that were tried, as text and JSON: those to keep first, the others with the reason, the lines to change.
+
+The JSON (`verdicts_schema.json`) has the keys
+
+    schema_version  1. It rises when a key changes its meaning or goes away; new keys may appear without.
+    kind            "treatments"
+    perfdoctor, source, environment   as in a report
+    verdicts        ranked: accepted ones by what they save. Each: treatment, accepted, reason, parity (kept, text,
+                    difference, repeat, num_losses), before, after (median_ms, low_ms, high_ms: quartiles of blocks),
+                    speed_up (mid, low, high: 95 % interval), saving (mid_ms, low_ms, high_ms, num_pairs),
+                    peak_memory_before_bytes, peak_memory_after_bytes, lines, cures. null where not measured.
+                    cures: the findings that it is for, with what replay had predicted (predicted_ms).
+    best            the name of the verdict to keep, or null
+    lines           what to write for it
+    notes           what a reader must know: files that were thrown away, an emulated device
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+from perfdoctor.diagnose.finding import Diagnosis, Finding, StepTime
+from perfdoctor.report import phrases
+from perfdoctor.report.json import site_document
+from perfdoctor.report.lines import Line, plain, wrapped
+from perfdoctor.report.text import WIDTH
+from perfdoctor.treat.cures import treatments_for
+from perfdoctor.trial.verdict import Parity, SpeedUp, Verdict
+from perfdoctor.units import format_bytes, format_ms, format_ratio_change, format_spread, format_times, ms
+from perfdoctor.version import VERSION
+
+SCHEMA_VERSION = 1
+_INDENT = 3
+_LABELS = 18
+
+
+def ranked(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """Accepted ones by what they save; then those that were timed, then those that were not."""
+    return tuple(sorted(verdicts, key=lambda v: (not v.accepted, v.saving is None, -_saved(v) if v.accepted else 0)))
+
+
+def best_of(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The one to keep: of those accepted the one that saves most, be it one treatment or several together."""
+    return max((v for v in verdicts if v.accepted), key=_saved, default=None)
+
+
+def render_verdicts(
+    verdicts: Sequence[Verdict], diagnosis: Diagnosis, *, width: int = WIDTH, root: str = "", notes: Sequence[str] = ()
+) -> str:
+    """The page."""
+    order = ranked(verdicts)
+    single = [v for v in order if v.accepted and not _is_set(v)]
+    sets = [v for v in order if _is_set(v)]
+    rejected = [v for v in order if not v.accepted and not _is_set(v)]
+    lines: list[Line] = [*_head(order, diagnosis, width)]
+    for number, verdict in enumerate(single, 1):
+        lines += ((), *_accepted(f"{number}  {verdict.treatment}", verdict, diagnosis, width, root))
+    for verdict in sets:
+        lines += ((), *_together(verdict, diagnosis, width, root))
+    lines += _rejected(rejected, width)
+    for note in notes:
+        lines += ((), *wrapped(note, width, label="Note", indent=6))
+    lines += ((), *_ending(best_of(order), width))
+    return plain(lines)
+
+
+def render_verdicts_json(verdicts: Sequence[Verdict], diagnosis: Diagnosis, *, notes: Sequence[str] = ()) -> str:
+    """Indented JSON, ending in a newline."""
+    best = best_of(verdicts)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "treatments",
+        "perfdoctor": VERSION,
+        "source": diagnosis.source,
+        "environment": asdict(diagnosis.environment),
+        "verdicts": [_document(verdict, diagnosis) for verdict in ranked(verdicts)],
+        "best": None if best is None else best.treatment,
+        "lines": [] if best is None else list(best.lines),
+        "notes": list(notes),
+    }
+    return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def verdicts_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of `render_verdicts_json`."""
+    text = files("perfdoctor.report").joinpath("verdicts_schema.json").read_text("utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def _head(verdicts: Sequence[Verdict], diagnosis: Diagnosis, width: int) -> list[Line]:
+    tried = [v for v in verdicts if v.saving is not None]
+    bases = [v.before.median_ns for v in tried if v.before is not None]
+    step = f": {format_ms(median(bases))} a step as it is" if bases else ""
+    where = phrases.machine(diagnosis.environment)
+    rows = wrapped(f"Treatments of {diagnosis.source}{step}", width, style="strong")
+    if where:
+        rows += wrapped(where, width, style="faint")
+    num = sum(not _is_set(v) for v in tried)
+    text = f"{num} timed in blocks of steps with and without in turn; losses compared first; 95 % intervals"
+    return [*rows, *wrapped(text, width, style="faint")]
+
+
+def _accepted(title: str, verdict: Verdict, diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
+    return [*wrapped(title, width, style="place"), *_figures(verdict, width), *_cured(verdict, diagnosis, width, root)]
+
+
+def _together(verdict: Verdict, diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
+    rows = wrapped(f"Together: {verdict.treatment}", width, style="place")
+    if verdict.saving is None:
+        return [*rows, *wrapped(verdict.reason, width, indent=_INDENT)]
+    if not verdict.accepted:
+        rows += wrapped(f"not to keep: {verdict.reason}", width, indent=_INDENT)
+    return [*rows, *_figures(verdict, width)]
+
+
+def _figures(verdict: Verdict, width: int) -> list[Line]:
+    rows: list[Line] = []
+    before, after, speed_up, saving = verdict.before, verdict.after, verdict.speed_up, verdict.saving
+    if before is not None and after is not None and speed_up is not None and saving is not None:
+        ends = f"{format_times(speed_up.low)} to {format_times(speed_up.high)}"
+        rows += _row("speed-up", f"{format_times(speed_up.mid)} ({ends})", width)
+        change = f"{format_ms(before.median_ns)} -> {format_ms(after.median_ns)}"
+        spread = format_spread(saving.low_ns, saving.high_ns)
+        rows += _row("a step", f"{change}, saves {format_ms(saving.mid_ns)} ({spread})", width)
+    rows += _row("losses", verdict.parity.text.removeprefix("losses "), width)
+    memory = _memory(verdict)
+    return [*rows, *(_row("peak memory", memory, width) if memory else [])]
+
+
+def _memory(verdict: Verdict) -> str:
+    before, after = verdict.peak_memory_before_bytes, verdict.peak_memory_after_bytes
+    if before is None or after is None:
+        return ""
+    change = f", {format_ratio_change(after / before - 1)}" if before > 0 else ""
+    return f"{format_bytes(before)} -> {format_bytes(after)}{change}"
+
+
+def _cured(verdict: Verdict, diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
+    rows: list[Line] = []
+    for finding in _findings(verdict, diagnosis)[:3]:
+        room = finding.headroom
+        predicted = "" if room is None else f"; replay had predicted {format_ms(room.mid_ns)} for it"
+        rows += _row("for" if not rows else "", f"{phrases.where(finding, root)}  {finding.code}{predicted}", width)
+    return rows
+
+
+def _rejected(verdicts: Sequence[Verdict], width: int) -> list[Line]:
+    if not verdicts:
+        return []
+    indent = max(len(v.treatment) for v in verdicts) + _INDENT + 2
+    rows: list[Line] = [(), *wrapped("Not to keep", width, style="strong")]
+    for verdict in verdicts:
+        label = f"{' ' * _INDENT}{verdict.treatment}"
+        rows += wrapped(f"{verdict.reason}{_measured(verdict)}", width, label=label, indent=indent)
+    return rows
+
+
+def _measured(verdict: Verdict) -> str:
+    saving = verdict.saving
+    if saving is None:
+        return ""
+    if saving.certain and saving.mid_ns < 0:
+        return f", by {format_ms(-saving.mid_ns)} ({format_spread(-saving.high_ns, -saving.low_ns)})"
+    return f" ({format_spread(saving.low_ns, saving.high_ns)} saved)"
+
+
+def _ending(best: Verdict | None, width: int) -> list[Line]:
+    if best is None:
+        return wrapped("Nothing to change: no treatment made this loop faster.", width, style="strong")
+    speed_up = "" if best.speed_up is None else f", {format_times(best.speed_up.mid)} as fast"
+    rows = wrapped(f"Lines to change ({best.treatment}{speed_up})", width, style="strong")
+    return [*rows, *(((" " * _INDENT, ""), (line, "code")) for line in best.lines)]
+
+
+def _row(label: str, text: str, width: int) -> list[Line]:
+    return wrapped(text, width, label=f"{' ' * _INDENT}{label}", indent=_LABELS)
+
+
+def _is_set(verdict: Verdict) -> bool:
+    return " + " in verdict.treatment
+
+
+def _saved(verdict: Verdict) -> float:
+    return 0.0 if verdict.saving is None else verdict.saving.mid_ns
+
+
+def _findings(verdict: Verdict, diagnosis: Diagnosis) -> list[Finding]:
+    """What was found that one of the verdict's treatments is for."""
+    names = set(verdict.treatment.split(" + "))
+    return [finding for finding in diagnosis.findings if names & set(treatments_for(finding.code))]
+
+
+def _document(verdict: Verdict, diagnosis: Diagnosis) -> dict[str, Any]:
+    saving = verdict.saving
+    return {
+        "treatment": verdict.treatment,
+        "accepted": verdict.accepted,
+        "reason": verdict.reason,
+        "parity": _parity(verdict.parity),
+        "before": _step(verdict.before),
+        "after": _step(verdict.after),
+        "speed_up": _speed_up(verdict.speed_up),
+        "saving": None
+        if saving is None
+        else {
+            "mid_ms": ms(saving.mid_ns),
+            "low_ms": ms(saving.low_ns),
+            "high_ms": ms(saving.high_ns),
+            "significant": saving.certain,
+            "num_pairs": saving.num_pairs,
+        },
+        "peak_memory_before_bytes": verdict.peak_memory_before_bytes,
+        "peak_memory_after_bytes": verdict.peak_memory_after_bytes,
+        "lines": list(verdict.lines),
+        "cures": [_cure(finding) for finding in _findings(verdict, diagnosis)],
+    }
+
+
+def _cure(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "site": None if finding.site is None else site_document(finding.site),
+        "predicted_ms": None if finding.headroom is None else ms(finding.headroom.mid_ns),
+    }
+
+
+def _parity(parity: Parity) -> dict[str, Any]:
+    return {
+        "kept": parity.kept,
+        "text": parity.text,
+        "difference": _finite(parity.difference),
+        "repeat": _finite(parity.repeat),
+        "num_losses": parity.num_losses,
+    }
+
+
+def _step(step: StepTime | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    return {
+        "median_ms": ms(step.median_ns),
+        "low_ms": ms(step.low_ns),
+        "high_ms": ms(step.high_ns),
+        "num_steps": step.num_steps,
+        "basis": step.basis,
+    }
+
+
+def _speed_up(speed_up: SpeedUp | None) -> dict[str, float | None] | None:
+    if speed_up is None:
+        return None
+    return {"mid": _finite(speed_up.mid), "low": _finite(speed_up.low), "high": _finite(speed_up.high)}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinities: null."""
+    return value if value is not None and math.isfinite(value) else None

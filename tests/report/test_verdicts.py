@@ -1,0 +1,106 @@
+"""Verdicts as a page and as JSON, against the published schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jsonschema
+import pytest
+
+from perfdoctor.diagnose.finding import Diagnosis, StepTime
+from perfdoctor.report.verdicts import best_of, ranked, render_verdicts, render_verdicts_json, verdicts_schema
+from perfdoctor.trial.estimate import Estimate
+from perfdoctor.trial.verdict import NOT_COMPARED, Parity, SpeedUp, Verdict, failed, judge_parity, refused, untried
+
+MS = 1_000_000
+SAME = Parity(kept=True, text="losses equal bit for bit", difference=0.0, repeat=0.0, num_losses=8)
+
+
+def _step(ms: float) -> StepTime:
+    ns = round(ms * MS)
+    return StepTime(median_ns=ns, low_ns=ns - MS, high_ns=ns + MS, num_steps=48, basis="6 blocks of 8 steps")
+
+
+def _verdict(name: str, saved_ms: float, accepted: bool, reason: str = "faster", **more: Any) -> Verdict:
+    saving = Estimate(mid_ns=saved_ms * MS, low_ns=(saved_ms - 0.5) * MS, high_ns=(saved_ms + 0.5) * MS, num_pairs=6)
+    return Verdict(
+        treatment=name, accepted=accepted, reason=reason, parity=SAME, before=_step(20), after=_step(20 - saved_ms),
+        speed_up=SpeedUp.of(saving, 20 * MS), saving=saving, lines=(f"line of {name}",) if accepted else (), **more,
+    )  # fmt: skip
+
+
+SMALL = _verdict("prefetch", 4, True, peak_memory_before_bytes=10**9, peak_memory_after_bytes=11 * 10**8)
+LARGE = _verdict("fused_optimizer", 10, True)
+BOTH = _verdict("fused_optimizer + prefetch", 12, True)
+SLOWER = _verdict("our_clip", -2, False, "slower")
+ALL = (refused("tf32", "no such device"), SLOWER, SMALL, LARGE, failed("compile", MemoryError("planned")), BOTH)
+
+
+def _check(verdicts: tuple[Verdict, ...], diagnosis: Diagnosis) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(render_verdicts_json(verdicts, diagnosis, notes=("a note",)))
+    jsonschema.validate(document, verdicts_schema(), cls=jsonschema.Draft202012Validator)
+    return document
+
+
+def test_ranked_by_what_they_save_then_timed_then_the_rest() -> None:
+    names = [verdict.treatment for verdict in ranked(ALL)]
+    assert names == ["fused_optimizer + prefetch", "fused_optimizer", "prefetch", "our_clip", "tf32", "compile"]
+    assert best_of(ALL) is BOTH
+    assert best_of((SLOWER,)) is None
+
+
+def test_the_page_is_ranked_and_ends_with_the_lines_of_the_best(diagnosis: Diagnosis) -> None:
+    page = render_verdicts(ALL, diagnosis, notes=("files were deleted",))
+    order = ["1  fused_optimizer", "2  prefetch", "Together: ", "Not to keep", "files were deleted", "Lines to change"]
+    places = [page.index(each) for each in order]
+    assert places == sorted(places)
+    assert page.endswith("   line of fused_optimizer + prefetch\n")
+    # 20 ms less 10 ms is twice as fast; less 9.5 and 10.5 ms: 20 / 10.5 and 20 / 9.5.
+    assert "2.00x (1.90x to 2.11x)" in page
+    assert "20.0 ms -> 10.0 ms, saves 10.0 ms (9.5 to 10.5 ms)" in page
+    assert "1 GB -> 1.1 GB, +10.0 %" in page
+    assert "slower, by 2.0 ms (1.5 to 2.5 ms)" in page
+    assert "does not fit: no such device" in page
+    assert "failed: MemoryError: planned" in page
+    assert max(map(len, page.splitlines())) <= 100
+
+
+def test_what_a_treatment_is_for_stands_beside_what_replay_had_predicted(diagnosis: Diagnosis) -> None:
+    page = render_verdicts((SMALL,), diagnosis)
+    assert "pageable-copy; replay had predicted 1.3 ms for it" in page
+    (row,) = _check((SMALL,), diagnosis)["verdicts"]
+    assert {cure["code"]: cure["predicted_ms"] for cure in row["cures"]}["pageable-copy"] == 1.3
+
+
+def test_nothing_faster_is_said(diagnosis: Diagnosis) -> None:
+    page = render_verdicts((SLOWER, untried("compile", "the time was spent")), diagnosis)
+    assert page.endswith("Nothing to change: no treatment made this loop faster.\n")
+    document = _check((SLOWER,), diagnosis)
+    assert (document["best"], document["lines"]) == (None, [])
+
+
+def test_a_rejected_set_leaves_the_best_single_one(diagnosis: Diagnosis) -> None:
+    rejected = _verdict("fused_optimizer + prefetch", 1, False, "no difference: the interval holds zero")
+    page = render_verdicts((SMALL, LARGE, rejected), diagnosis)
+    assert "not to keep: no difference" in page
+    assert page.endswith("   line of fused_optimizer\n")
+
+
+def test_json_follows_the_schema_and_has_no_infinities(diagnosis: Diagnosis) -> None:
+    jsonschema.Draft202012Validator.check_schema(verdicts_schema())
+    whole = Estimate(mid_ns=19.9 * MS, low_ns=19 * MS, high_ns=21.0 * MS, num_pairs=6)
+    endless = _verdict("magic", 1, False)
+    endless = Verdict(
+        treatment="magic", accepted=True, reason="faster", before=endless.before, after=endless.after, saving=whole,
+        speed_up=SpeedUp.of(whole, 20 * MS), parity=judge_parity([1.0], [1.0], [math.nan], rtol=0.0, atol=0.0),
+    )  # fmt: skip
+    document = _check((*ALL, endless), diagnosis)
+    row = next(row for row in document["verdicts"] if row["treatment"] == "magic")
+    assert row["speed_up"]["high"] is None
+    assert row["parity"]["difference"] is None
+    assert ">99x" in render_verdicts((endless,), diagnosis)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**document, "kind": "other"}, verdicts_schema())
+    assert NOT_COMPARED.kept is None
