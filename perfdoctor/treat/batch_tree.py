@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from perfdoctor.errors import UsageError
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_UNWATCHED = (dict.__setitem__, OrderedDict.__setitem__, UserDict.__setitem__, list.__setitem__, deque.__setitem__)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type)
 
 
@@ -33,6 +36,14 @@ class Moving:
     """Stands for something that only its own `.to(device)` can move: its class may keep more than tensors."""
 
     thing: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """Stands for a container whose class watches what is put in: it gets its tensors when they are there."""
+
+    whole: Any  # a copy
+    changed: list[tuple[Any, Any]]  # key, what stands for its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,8 @@ def take_apart(batch: Any, device: torch.device) -> tuple[Skeleton, list[torch.T
 
     Left in the skeleton: what is no tensor, and tensors on `device` already. Sparse, quantized and nested tensors,
     subclasses, tensors that require grad, those of another device and objects with a `.to` are moved by that method.
+
+    Raises UsageError for a batch that contains itself, or a container that cannot be copied.
     """
     tensors: list[torch.Tensor] = []
 
@@ -70,7 +83,10 @@ def take_apart(batch: Any, device: torch.device) -> tuple[Skeleton, list[torch.T
             return Place(len(tensors) - 1)
         return Moving(leaf) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
 
-    return Skeleton(_mapped(batch, take)), tensors
+    try:
+        return Skeleton(_mapped(batch, take)), tensors
+    except RecursionError:
+        raise UsageError(f"a batch ({type(batch).__name__}) contains itself, or nests too deep to be copied") from None
 
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -105,6 +121,8 @@ def _mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
         return node
     if isinstance(node, torch.Tensor) or type(node) in (Place, Moving):
         return leaf(node)
+    if type(node) is Rebuilt:
+        return _with_items(node.whole, [(key, _mapped(value, leaf)) for key, value in node.changed])
     if isinstance(node, PackedSequence):
         return _packed(node, leaf)
     if isinstance(node, (dict, UserDict)):
@@ -131,30 +149,53 @@ def _tuple(node: tuple[Any, ...], leaf: Callable[[Any], Any]) -> Any:
     values = [_mapped(value, leaf) for value in node]
     if all(new is old for new, old in zip(values, node, strict=True)):
         return node
-    make: Callable[[Any], Any] = getattr(type(node), "_make", type(node))
-    return make(values)
-
-
-def _list(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    changed = [(index, new) for index, old in enumerate(node) if (new := _mapped(old, leaf)) is not old]
-    if not changed:
-        return node
-    twin = copy.copy(node)
-    for index, new in changed:
-        twin[index] = new
+    if hasattr(type(node), "n_sequence_fields"):  # torch.return_types: tuples made in C, whose class takes one iterable
+        made: Callable[[Any], Any] = type(node)
+        return made(values)
+    # The class's own constructor may take anything; a tuple's items are given to tuple itself.
+    twin = tuple.__new__(type(node), values)
+    if hasattr(node, "__dict__"):
+        twin.__dict__.update(node.__dict__)
     return twin
 
 
+def _list(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    return _replaced(node, [(i, new) for i, old in enumerate(node) if (new := _mapped(old, leaf)) is not old])
+
+
 def _mapping(node: Mapping[Any, Any], leaf: Callable[[Any], Any]) -> Any:
-    changed = {key: new for key, old in node.items() if (new := _mapped(old, leaf)) is not old}
+    return _replaced(node, [(key, new) for key, old in node.items() if (new := _mapped(old, leaf)) is not old])
+
+
+def _replaced(node: Any, changed: list[tuple[Any, Any]]) -> Any:
     if not changed:
         return node
-    if not hasattr(node, "__setitem__"):
-        read_only: Callable[[Any], Any] = type(node)
-        return read_only({**node, **changed})
-    twin: Any = copy.copy(node)  # keeps what the class keeps beside its items
-    for key, new in changed.items():
+    stored = getattr(type(node), "__setitem__", None)
+    if stored in _UNWATCHED:
+        return _with_items(node, changed)
+    if stored is not None:
+        return Rebuilt(_copied(node), changed)
+    read_only: Callable[[Any], Any] = type(node)
+    return read_only({**node, **dict(changed)})
+
+
+def _with_items(node: Any, changed: list[tuple[Any, Any]]) -> Any:
+    twin = _copied(node)  # keeps what the class keeps beside its items
+    for key, new in changed:
         twin[key] = new
+    return twin
+
+
+def _copied(node: Any) -> Any:
+    try:
+        twin = copy.copy(node)
+    except Exception as error:
+        raise UsageError(
+            f"a batch holds a {type(node).__module__}.{type(node).__qualname__} that cannot be copied "
+            f"({type(error).__name__}: {error}): give it a method to(device), or yield a plain dict, list or tuple"
+        ) from error
+    if getattr(node, "__dict__", None) is node:  # items that are attributes too (self.__dict__ = self)
+        twin.__dict__ = twin
     return twin
 
 
@@ -167,7 +208,7 @@ def _dataclass(node: Any, leaf: Callable[[Any], Any]) -> Any:
     if not changed:
         return node
     # Neither `replace` nor the constructor: a batch is not validated or counted a second time, and init=False stays.
-    twin = copy.copy(node)
+    twin = _copied(node)
     for name, new in changed.items():
         object.__setattr__(twin, name, new)
     return twin

@@ -123,9 +123,14 @@ def compile_model(
     model runs eagerly again; with False the breaks are listed in `report()`. Numerics: fused kernels keep intermediate
     results in float32 and reduce in another order; losses agree to about 1e-5 (float32), not bit for bit.
 
-    Raises `UsageError` for what is no module or mode, `TreatmentRefused` for a model that is compiled already.
+    Raises `UsageError` for what is no module, mode, flag or backend, `TreatmentRefused` for a model that is compiled
+    already.
     """
     _check(model, mode, backend)
+    if not isinstance(fullgraph, bool) or not (dynamic is None or isinstance(dynamic, bool)):
+        raise UsageError(
+            f"compile_model(fullgraph={fullgraph!r}, dynamic={dynamic!r}): expected True or False (dynamic may be None)"
+        )
     log = CompileLog()
     log.listening = False
     log.open()
@@ -190,6 +195,8 @@ def _check(model: object, mode: str, backend: Any) -> None:
         )
     if mode not in _MODES:
         raise UsageError(f"compile_model: mode={mode!r} is none of {', '.join(_MODES)}")
+    if not (isinstance(backend, str) or callable(backend)):
+        raise UsageError(f"compile_model: backend={backend!r}: expected a backend's name or a function")
     if mode != "default" and not _takes_mode(backend):
         raise UsageError(f"compile_model: mode={mode!r} is a mode of the backend 'inductor'; leave one of the two out")
     reason = compile_obstacle(model)

@@ -10,8 +10,9 @@ print(metrics.read().statistics["loss"].mean)         # waits, at the end
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from perfdoctor.errors import UsageError
 from perfdoctor.kernels import metrics_launch, metrics_reference
 from perfdoctor.kernels.pointer_table import is_capturing
+from perfdoctor.treat.devices import named_device, numbered_device
 from perfdoctor.treat.host_ring import HostRing
 from perfdoctor.treat.metric_inputs import as_inputs, as_weight, deferred_values, is_deferred, merged, tensor_device
 from perfdoctor.treat.metric_readings import Reading, check_statistic, combined, reading_of
@@ -45,7 +47,8 @@ class DeviceMetrics:
     the copy. `latest()` does so by itself when none is on its way. Warm-up updates count until `reset()`.
 
     In DDP each rank accumulates its own values, without communication; `read()` combines the ranks.
-    Call `update()` outside of regions that torch.compile traces.
+    Call `update()` outside of regions that torch.compile traces, and everything from one thread. A `DeviceMetrics`
+    cannot be copied or pickled.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class DeviceMetrics:
             raise UsageError(f"every={every!r}: expected a whole number of updates, 1 or more")
         if not isinstance(ema_decay, (int, float)) or not 0 <= ema_decay < 1:
             raise UsageError(f"ema_decay={ema_decay!r}: expected 0 <= ema_decay < 1 (0.99 averages about 100 steps)")
-        if not isinstance(start_step, int):
+        if not isinstance(start_step, int) or isinstance(start_step, bool):
             raise UsageError(f"start_step={start_step!r}: expected a whole number, the step before the first update")
         check_statistic(statistic)
         metrics_launch.check_kernel(kernel)
@@ -91,8 +94,10 @@ class DeviceMetrics:
         """copies to the host that were left out because too many were on their way"""
         self.state: Tensor | None = None
         """float64 [64, 8] on the device: a row a metric (see `metrics_reference`); None before the first update"""
+        self._arrived: deque[tuple[Any, Any]] = deque()  # not given out yet: a sink may have raised
+        self._is_guessed = False
         if device is not None:
-            self._place(torch.device(device))
+            self._place(named_device(device, "DeviceMetrics"))
 
     def update(self, values: Mapping[str, Any] | None = None, /, *, weight: float | Tensor = 1.0, **named: Any) -> None:
         """Adds one value to each metric named: `update(loss=loss, acc=acc, weight=len(batch))`.
@@ -157,7 +162,8 @@ class DeviceMetrics:
             cells = self.state.cpu().tolist()
             rows = {name: cells[row] for name, row in self._rows.items()}
             while self._ring.num_in_flight:
-                self._give_out(*self._ring.wait_oldest())
+                self._arrived.append(self._ring.wait_oldest())
+            self._give_out()
         if across_ranks and torch.distributed.is_available() and torch.distributed.is_initialized():
             rows = _over_ranks(rows, group)
         rows = self._with_deferred(rows, across_ranks)
@@ -175,11 +181,21 @@ class DeviceMetrics:
             with torch.no_grad():
                 metrics_reference.clear(self.state)
 
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "DeviceMetrics cannot be copied or pickled: it holds device memory and copies that are on their way. Make "
+            "a new one; keep what read() gives"
+        )
+
     def _place(self, device: torch.device) -> None:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         if device.type not in ("cpu", "cuda"):
             raise UsageError(f"DeviceMetrics on {device}: expected a CUDA device, or the CPU")
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise UsageError(
+                    f"DeviceMetrics on {device}: torch sees no CUDA device here; pass device='cpu' or None"
+                )
+            device = numbered_device(device, "DeviceMetrics")
         if is_capturing(device):
             raise UsageError(
                 "DeviceMetrics: the first update() lies in a graph capture, where its memory would belong to it: "
@@ -190,6 +206,16 @@ class DeviceMetrics:
             self._ring = HostRing(self.state, _SLOTS)
             self._scratch = torch.empty_like(self.state)
         self._launcher = metrics_launch.Launcher(self.state, self._kernel)
+
+    def _move(self, device: torch.device) -> None:
+        """From the CPU, where the first updates had nothing but numbers, to the device of the first tensor."""
+        self._deliver()
+        before = self.state
+        assert before is not None
+        self._place(device)
+        with torch.no_grad():
+            cast("Tensor", self.state).copy_(before.pin_memory(), non_blocking=True)
+        self._is_guessed = False
 
     def _added_again(self, named: Mapping[str, Any], weight: Any) -> bool:
         """Whether this update was done by a launch that an earlier one like it has prepared: 3 us of Python, not 13."""
@@ -205,8 +231,12 @@ class DeviceMetrics:
 
     def _add(self, inputs: dict[str, Any], weight: Any) -> None:
         """Adds values of any kind."""
+        device = tensor_device([*inputs.values(), weight])
         if self.state is None:
-            self._place(tensor_device([*inputs.values(), weight]))
+            self._place(device)
+            self._is_guessed = device.type == "cpu"
+        elif self._is_guessed and device.type == "cuda":
+            self._move(device)
         ready = self._ready_values(inputs)
         rows = self._rows_of(ready)
         local = [self._local(name, value) for name, value in ready.items()]
@@ -284,14 +314,16 @@ class DeviceMetrics:
 
     def _deliver(self) -> None:
         if self.state is not None:
-            for note, cells in self._ring.take_arrived():
-                self._give_out(note, cells)
+            self._arrived += self._ring.take_arrived()
+            self._give_out()
 
-    def _give_out(self, note: tuple[tuple[str, ...], int], cells: list[list[float]]) -> None:
-        names, num_calls = note
-        self._latest = self._reading(dict(zip(names, cells, strict=False)), num_calls)
-        for sink in self._sinks:
-            sink(self._latest)
+    def _give_out(self) -> None:
+        """To the sinks, oldest first. Where one raises, the values behind it come at the next call."""
+        while self._arrived:
+            (names, num_calls), cells = self._arrived.popleft()
+            self._latest = reading = self._reading(dict(zip(names, cells, strict=False)), num_calls)
+            for sink in self._sinks:
+                sink(reading)
 
     def _reading(self, rows: Mapping[str, list[float]], num_calls: int) -> Reading:
         """`num_calls`: updates that the host called; the device counts those in graph replays too."""

@@ -170,6 +170,18 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         r"Optimizer\.zero_grad|Optimizer\.step|torch[./]optim", *_OPTIMIZER,
     ),
     (
+        r"creation function with requires_grad", "requires_grad",
+        "it makes a tensor that requires grad inside the graph",
+        "make the parameter outside the compiled function",
+    ),
+    (
+        r"no exception handler|Observed exception", "exception",
+        "tracing ended in an exception here, which running it need not raise: often a Python value made from a tensor "
+        "(the text of an f-string, a length)",
+        "call it without torch.compile: if it raises there too, that error is the cause; else keep what depends on "
+        "tensors a tensor, and make texts of it after the compiled call",
+    ),
+    (
         r"requires_grad_\(|Tensor\.requires_grad_", "requires_grad",
         "it changes requires_grad of a tensor of the graph",
         "set requires_grad before the compiled function",

@@ -91,10 +91,11 @@ def _rounds(fn: object, batch: tuple[Any, ...], calls: Iterable[Sequence[Any]] |
         return [batch]
     if batch:
         raise UsageError("graph_breaks takes a batch, or calls=[(x, y), ...], not both: put the batch into calls")
-    rounds = list(calls)
-    wrong = next((each for each in rounds if not isinstance(each, tuple | list)), None)
-    if wrong is not None or not rounds:
-        given = "an empty list" if not rounds else f"a list with a {type(wrong).__name__} in it"
+    rounds = list(calls) if isinstance(calls, Iterable) else []
+    wrong = [type(each).__name__ for each in rounds if not isinstance(each, tuple | list)]
+    if wrong or not rounds:
+        given = f"a list with a {wrong[0]} in it" if wrong else "an empty list"
+        given = given if isinstance(calls, Iterable) else f"a {type(calls).__name__}"
         raise UsageError(f"calls= needs a list of argument tuples, one for each call ([(x, y), (x, y)]), not {given}")
     return [tuple(each) for each in rounds]
 

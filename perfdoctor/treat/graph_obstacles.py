@@ -9,8 +9,8 @@ silence, then what stops graph capture, then what `graphed_step` takes care of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from perfdoctor.treat.graph_python_state import Place, PythonState, Reached, des
 from perfdoctor.treat.graph_randomness import random_places
 from perfdoctor.treat.graph_recording import own_copy
 from perfdoctor.treat.graph_trace import Line, StepTrace, gradient_writes, pinning_threads, site_at
+from perfdoctor.treat.iterator_position import Position
+from perfdoctor.treat.rate_writes import rate_writes
 from perfdoctor.treat.snapshot import Models, Optimizers, Snapshot, as_tuple
 from perfdoctor.watch.sync_guard import GuardedSite, sync_guard
 
@@ -47,7 +49,8 @@ def graph_obstacles(
 
     `batches`: more batches, each a tuple of arguments, whose shapes are compared. `model` and `optimizer` add to those
     that `train_step` reaches. Without a GPU the step runs on the emulated CUDA device, batch and model may be on the
-    CPU. Parameters, optimizer state, random states and Python state that the step reaches are as before afterwards.
+    CPU. Parameters, optimizer state, random states and Python state that the step reaches are as before afterwards;
+    only iterators that it draws from, files that it writes and a DeviceMetrics that it updates have gone on.
 
     Raises:
         UsageError: `train_step` is no function, or `batches` holds something else than tuples.
@@ -55,6 +58,8 @@ def graph_obstacles(
     """
     if not callable(train_step):
         raise UsageError(f"graph_obstacles needs a function first, got {type(train_step).__name__}")
+    if not isinstance(batches, Iterable):
+        raise UsageError(f"graph_obstacles(batches=...): a list of tuples of arguments, got {type(batches).__name__}")
     for given in batches:
         if not isinstance(given, tuple):
             raise UsageError(f"graph_obstacles(batches=...): each is a tuple of arguments, got {type(given).__name__}")
@@ -168,6 +173,8 @@ def _in_the_step(watch: _Watch) -> Iterator[Obstacle]:
 def _change(row: GuardedSite) -> str:
     if row.kind in ("item", "cpu", "numpy", "tolist", "format_tensor", "print_tensor"):
         return "return the tensor and read it outside the step, every N steps"
+    if row.meaning.code in _COPIES:
+        return "build it on the device once, before the step (register_buffer, torch.full), or pass it in the batch"
     if row.kind == "tensor_to_bool":
         return "select on the device (torch.where, or multiply by the condition); branch outside the step"
     return row.meaning.advice
@@ -185,6 +192,13 @@ def _frozen_places(watch: _Watch) -> Iterator[Obstacle]:
             yield _frozen(
                 site_at(line), f"draws from {first.place.name} on the host: the draw of graph capture is repeated",
                 "draw on the device (torch.rand(..., device=...)), or outside the step and pass it in the batch",
+            )  # fmt: skip
+            continue
+        if isinstance(first.after, Position):
+            yield _frozen(
+                site_at(line), f"draws from the iterator {', '.join(names[:4])}: that happens once, at graph capture, "
+                "and a replay goes on with what was drawn then",
+                "draw outside the step and pass it in the batch, as a device tensor",
             )  # fmt: skip
             continue
         tensor = isinstance(first.after, torch.Tensor)
@@ -206,6 +220,13 @@ _CALLS = {
     "clock": ("reads the clock", "take times outside the step, or with CUDA events around it"),
     "print": ("prints", "print outside the step"),
     "log": ("logs", "log outside the step"),
+    "warn": ("warns", "warn outside the step"),
+    "entropy": ("draws random bytes on the host", "draw on the device, or outside the step and pass it in the batch"),
+    "file": ("writes to a file", "write outside the step"),
+    "thread": (
+        "hands work to another thread",
+        "start it outside the step, and keep its CUDA calls out of graph capture",
+    ),
     "loader": ("draws a batch inside the step", "draw batches outside and pass them: step(*batch)"),
 }
 
@@ -223,7 +244,8 @@ def _frozen_calls(watch: _Watch) -> Iterator[Obstacle]:
                 )  # fmt: skip
             continue
         text, change = _CALLS[kind]
-        yield _frozen(site, f"{text}: that happens once, at graph capture, and not on replay", change)
+        row = _frozen(site, f"{text}: that happens once, at graph capture, and not on replay", change)
+        yield replace(row, code="capture-other-thread") if kind == "thread" else row
 
 
 def _unstable_shapes(watch: _Watch) -> Iterator[Obstacle]:
@@ -283,8 +305,8 @@ def _around(watch: _Watch, spaces: list[graph_sources.NameSpace]) -> Iterator[Ob
             built = graph_sources.construction(scheduler, spaces) or _NOWHERE
             sites = graph_sources.step_calls(scheduler, spaces) or [built]
             yield from (_baked(site, type(scheduler).__name__) for site in sites)
-    if any(_float_rate(optimizer) for optimizer in optimizers):
-        yield from (_baked(site, "this line") for site in graph_sources.key_writes("lr", spaces))
+    written = rate_writes([optimizer for optimizer in optimizers if _float_rate(optimizer)], spaces)
+    yield from (_baked(site, "this line") for site in written)
     yield from _loader_rows(spaces)
     yield from _loop_numbers(watch, spaces)
 

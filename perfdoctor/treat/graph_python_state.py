@@ -1,8 +1,8 @@
 """The Python state that a step can reach: what changes between two calls would be frozen in a graph.
 
 Reached from a function: its closure, the globals that its code names, defaults, the object a method is bound to; from
-objects of the user's classes and from modules, their attributes; from lists, sets and dicts, their content. Library
-objects are left alone, except learning-rate schedulers, param groups and modules.
+objects of the user's classes and from modules, their attributes; from lists, sets and dicts, their content; from
+iterators, where they stand. Library objects are left alone, except learning-rate schedulers, param groups and modules.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from perfdoctor.record.owners import USER, file_owner
+from perfdoctor.treat.iterator_position import Position, position
 
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 1_000
@@ -116,7 +117,8 @@ class Reached:
             for place in self.places
             if place.name in (attributes if place.owner else variables)
             and ".param_groups[" not in place.owner
-            and isinstance(place.read(), bool | int | float | str | torch.Tensor)
+            and isinstance(held := place.read(), bool | int | float | str | torch.Tensor)
+            and not isinstance(held, Position)
         ]
 
     def _visit(self, value: Any, path: str) -> None:
@@ -138,9 +140,14 @@ class Reached:
                 self._visit_names(vars(value), value.__name__, whole=False)
         elif isinstance(value, type):
             self._visit_class(value)
-        elif _is_users(type(value)) and hasattr(value, "__dict__"):
-            self._visit_names(vars(value), path)
+        elif _is_users(type(value)):
+            if hasattr(value, "__dict__"):
+                self._visit_names(vars(value), path)
+            self._visit_slots(value, path)
             self._waiting.append((type(value), path))
+        elif isinstance(value, Iterator):
+            # A position cannot be put back, only seen to change.
+            self.places.append(Place("", path, functools.partial(position, value), lambda _: None))
 
     def _visit_module(self, module: torch.nn.Module, path: str) -> None:
         own = vars(module)
@@ -163,6 +170,13 @@ class Reached:
         if whole:
             self.mappings.append((path, names))
 
+    def _visit_slots(self, value: Any, path: str) -> None:
+        names = [name for cls in type(value).__mro__ for name in _as_names(cls.__dict__.get("__slots__", ()))]
+        for name in (name for name in names if not name.startswith("__")):
+            read = functools.partial(getattr, value, name, _missing)
+            # object's own, as a frozen dataclass refuses its own
+            self._add(Place(path, name, read, functools.partial(_set_slot, value, name)))
+
     def _visit_function(self, function: Any, path: str) -> None:
         if isinstance(function, functools.partial):
             self._waiting += [(item, path) for item in (function.func, *function.args, *function.keywords.values())]
@@ -180,6 +194,7 @@ class Reached:
         for name in sorted(variable_names(function.__code__)):
             if name in function.__globals__:
                 self._add(_place("", function.__globals__, name))
+        self._visit_names(vars(function), path)
         self._waiting += [
             (item, path) for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         ]
@@ -264,6 +279,17 @@ def _refill(items: Any, before: Any) -> None:
     items.update(held) if isinstance(items, dict | set) else items.extend(held)
 
 
+def _as_names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _set_slot(value: Any, name: str, held: Any) -> None:
+    if held is not _missing:
+        object.__setattr__(value, name, held)
+    elif hasattr(value, name):
+        object.__delattr__(value, name)
+
+
 def _is_users(cls: type) -> bool:
     if cls.__module__ in ("builtins", "typing", "collections"):
         return False
@@ -327,6 +353,8 @@ def described(value: Any) -> str:
         return "nothing"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Position):
+        return "a position"
     if isinstance(value, _Content):
         return f"{len(value.items)} items"
     if isinstance(value, Mapping | list | set | deque):

@@ -1,4 +1,4 @@
-"""Lines of the user's source that made an object or will change it: where it was built, `scheduler.step()`, `["lr"] =`.
+"""Lines of the user's source that made an object or will change it: where it was built, `scheduler.step()`.
 
 An object does not know where it was made. Its class and the names it is bound to do, with the source.
 """
@@ -31,12 +31,15 @@ class NameSpace:
         """Whether `name` on that line is one of these names, and not a function's own of the same spelling."""
         if name is None or not self.first <= line <= self.last:
             return False
-        inner = [f for f in _functions(self.file) if f.first <= line <= f.last and f.inside(self.first, self.last)]
+        inner = [f for f in functions(self.file) if f.first <= line <= f.last and f.inside(self.first, self.last)]
         return not any(name in f.own for f in inner)
 
 
 @dataclass(frozen=True, slots=True)
-class _Function:
+class Function:
+    """A function's lines, with its name."""
+
+    name: str
     first: int
     last: int
     own: frozenset[str]  # names that it binds itself
@@ -84,9 +87,9 @@ def construction(value: Any, spaces: list[NameSpace]) -> Site | None:
         calls = list(_constructions(space.file, wanted))
         bound = [line for line, target in calls if target in names and space.shows(target, line)]
         if bound:
-            return _site(space.file, bound[-1])
+            return site(space.file, bound[-1])
         lines.update({(space.file, line): None for line, target in calls if target is None or not names})
-    return _site(*next(iter(lines))) if len(lines) == 1 else None
+    return site(*next(iter(lines))) if len(lines) == 1 else None
 
 
 def step_calls(value: Any, spaces: list[NameSpace]) -> list[Site]:
@@ -96,29 +99,7 @@ def step_calls(value: Any, spaces: list[NameSpace]) -> list[Site]:
         for name in _names_of(value, space):
             lines = _method_calls(space.file, name, "step")
             found.update({(space.file, line): None for line in lines if space.shows(name, line)})
-    return [_site(*key) for key in found]
-
-
-def key_writes(key: str, spaces: list[NameSpace]) -> list[Site]:
-    """Lines that write `something["key"] = ...`."""
-    found: dict[tuple[str, int], None] = {}
-    for space in spaces:
-        for node in ast.walk(_tree(space.file)):
-            targets = (
-                node.targets
-                if isinstance(node, ast.Assign)
-                else [node.target]
-                if isinstance(node, ast.AugAssign)
-                else []
-            )
-            for target in targets:
-                if (
-                    isinstance(target, ast.Subscript)
-                    and isinstance(target.slice, ast.Constant)
-                    and target.slice.value == key
-                ):
-                    found[space.file, target.lineno] = None
-    return [_site(*place) for place in found]
+    return [site(*key) for key in found]
 
 
 def loop_changes(names: set[str], spaces: list[NameSpace]) -> list[tuple[str, Site]]:
@@ -126,10 +107,10 @@ def loop_changes(names: set[str], spaces: list[NameSpace]) -> list[tuple[str, Si
     found: dict[str, Site] = {}
     for space in spaces:
         numbers = {name for name in names if type(space.names.get(name)) in (int, float)} - found.keys()
-        for loop in (node for node in ast.walk(_tree(space.file)) if isinstance(node, ast.For | ast.While)):
+        for loop in (node for node in ast.walk(syntax_tree(space.file)) if isinstance(node, ast.For | ast.While)):
             for line, name in _bindings(loop):
                 if name in numbers and space.shows(name, line):
-                    found[name] = _site(space.file, line)
+                    found[name] = site(space.file, line)
     return list(found.items())
 
 
@@ -146,7 +127,7 @@ def assignment(value: Any, spaces: list[NameSpace]) -> Site | None:
         every = _assignments(space.file)
         lines = [line for line, target in every if target in names and space.shows(target, line)]
         if lines:
-            return _site(space.file, lines[-1])
+            return site(space.file, lines[-1])
     return None
 
 
@@ -155,7 +136,7 @@ def _names_of(value: Any, space: NameSpace) -> set[str]:
 
 
 def _constructions(file: str, wanted: str) -> Iterator[tuple[int, str | None]]:
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(syntax_tree(file)):
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             if _called(node.value) == wanted:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -166,7 +147,7 @@ def _constructions(file: str, wanted: str) -> Iterator[tuple[int, str | None]]:
 
 def _assignments(file: str) -> list[tuple[int, str | None]]:
     found = []
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(syntax_tree(file)):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
@@ -179,7 +160,7 @@ def _assignments(file: str) -> list[tuple[int, str | None]]:
 def _method_calls(file: str, name: str, method: str) -> list[int]:
     return [
         node.lineno
-        for node in ast.walk(_tree(file))
+        for node in ast.walk(syntax_tree(file))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == method
@@ -198,7 +179,8 @@ def _last_name(node: ast.AST) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module:
+def syntax_tree(file: str) -> ast.Module:
+    """The file's source; empty where it cannot be read."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -206,9 +188,10 @@ def _tree(file: str) -> ast.Module:
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(file: str) -> tuple[_Function, ...]:
+def functions(file: str) -> tuple[Function, ...]:
+    """The functions of a file, outer ones first."""
     found = []
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(syntax_tree(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             arguments += [extra for extra in (node.args.vararg, node.args.kwarg) if extra is not None]
@@ -218,24 +201,25 @@ def _functions(file: str) -> tuple[_Function, ...]:
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(d.lineno for d in decorators)])
             own = frozenset((stored | {a.arg for a in arguments}) - shared)
-            found.append(_Function(first, node.end_lineno or node.lineno, own))
+            found.append(Function(getattr(node, "name", ""), first, node.end_lineno or node.lineno, own))
     return tuple(found)
 
 
-_WHOLE = _Function(0, sys.maxsize, frozenset())
+_WHOLE = Function("", 0, sys.maxsize, frozenset())
 
 
-def _function_at(file: str, first: int) -> _Function:
-    return next((f for f in _functions(file) if f.first == first), _WHOLE)
+def _function_at(file: str, first: int) -> Function:
+    return next((f for f in functions(file) if f.first == first), _WHOLE)
 
 
-def _enclosing(file: str, line: int) -> _Function:
+def _enclosing(file: str, line: int) -> Function:
     """The innermost function around the one that begins on `line`."""
-    around = [f for f in _functions(file) if f.first < line <= f.last]
+    around = [f for f in functions(file) if f.first < line <= f.last]
     return max(around, key=lambda f: f.first, default=_WHOLE)
 
 
-def _site(file: str, line: int) -> Site:
+def site(file: str, line: int) -> Site:
+    """A line of the user's."""
     frame = Frame(file=shown_file(file), line=line, function="", owner=USER)
     return Site(frame=frame, text=linecache.getline(file, line).strip())
 

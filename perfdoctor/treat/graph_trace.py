@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import CO_GENERATOR
+from io import IOBase
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.record.owners import USER, file_owner, package_path, shown_file
 from perfdoctor.treat.graph_python_state import Change, Place
+from perfdoctor.treat.iterator_position import RUNNING, Position
 
 Line = tuple[CodeType, int]
 _CLOCKS = ("time", "_datetime", "datetime")
@@ -31,7 +34,7 @@ class StepTrace:
     changes: list[tuple[Line, Change]] = field(default_factory=list)
     calls: list[tuple[Line, str, str]] = field(
         default_factory=list
-    )  # kind (clock, print, log, loader, host-copy), name
+    )  # kind (clock, print, log, warn, file, entropy, thread, ...), name
     shapes: dict[tuple[Line, str], list[tuple[int, ...]]] = field(default_factory=dict)  # of tensors in local variables
     _shown: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)
@@ -61,7 +64,7 @@ class StepTrace:
 
     def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event in ("line", "return"):
-            self._compare()
+            self._compare(inside=event == "return" and bool(frame.f_code.co_flags & CO_GENERATOR))
             self._note_shapes(frame)
         if event == "line":
             line = (frame.f_code, frame.f_lineno)
@@ -72,9 +75,12 @@ class StepTrace:
             self._stack.pop()
         return self._local
 
-    def _compare(self) -> None:
+    def _compare(self, inside: bool = False) -> None:
         for index, place in enumerate(self.watched):
             now = place.held()
+            # The line that draws from a generator is told, not those inside it.
+            if now is RUNNING or (inside and isinstance(now, Position)):
+                continue
             if not place.same(self._held[index], now):
                 if self._stack:
                     self.changes.append((self._stack[-1][1], Change(place, self._held[index], now)))
@@ -109,18 +115,37 @@ class StepTrace:
 
 
 def _builtin_kind(function: Any) -> str:
-    module = getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__
-    if module in _CLOCKS and getattr(function, "__name__", "") not in ("sleep", "strftime"):
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None) or type(owner).__module__
+    if module in _CLOCKS and name not in ("sleep", "strftime"):
         return "clock"
+    if isinstance(owner, type) and owner.__module__ == "datetime" and name in ("now", "utcnow", "today"):
+        return "clock"
+    if isinstance(owner, IOBase) and name in ("write", "writelines"):
+        return "file"
+    if name == "urandom":
+        return "entropy"
+    if (module, name) == ("_warnings", "warn"):
+        return "warn"
     return "print" if function is print else ""
 
 
 def _library_kind(code: CodeType) -> str:
-    path = package_path(code.co_filename)
+    path = package_path(code.co_filename).replace("\\", "/")
+    file = path.rpartition("/")[2]
+    if (code.co_name, file) == ("start", "threading.py") or (
+        code.co_name == "submit" and path.endswith("concurrent/futures/thread.py")
+    ):
+        return "thread"
     if code.co_name == "__next__" and path.endswith("torch/utils/data/dataloader.py"):
         return "loader"
-    if path.replace("\\", "/").endswith("/logging/__init__.py"):
+    if path.endswith("/logging/__init__.py"):
         return "log"
+    if file in ("uuid.py", "secrets.py"):
+        return "entropy"
+    if code.co_name == "warn" and file in ("warnings.py", "_py_warnings.py"):  # in Python itself from 3.14 on
+        return "warn"
     return ""
 
 

@@ -78,9 +78,10 @@ def graphed_step(
     """
     if not callable(train_step):
         raise UsageError(f"graphed_step needs a function as its first argument, got {type(train_step).__name__}")
-    if max_graphs < 1 or warmup < 2:
+    if not (_is_count(max_graphs, 1) and _is_count(warmup, 2)):
         raise UsageError(
-            f"graphed_step(max_graphs={max_graphs}, warmup={warmup}): at least 1 graph and 2 warm-up steps"
+            f"graphed_step(max_graphs={max_graphs!r}, warmup={warmup!r}): expected whole numbers, at least 1 graph and "
+            "2 warm-up steps"
         )
     parts, device = step_parts(train_step, model, optimizer)
     step = GraphedStep(parts, device, max_graphs=max_graphs, warmup=warmup, clone_outputs=clone_outputs)
@@ -111,6 +112,7 @@ class GraphedStep:
         self._frozen: tuple[Place, ...] = ()
         self._addresses: tuple[int, ...] = ()
         self._stale = False
+        self._released = False
         self._warned = False
         self._originals = [[dict(group) for group in optimizer.param_groups] for optimizer in parts.optimizers]
         self._rates = graph_optimizers.LearningRates(())
@@ -127,6 +129,9 @@ class GraphedStep:
         Raises:
             TreatmentRefused: a batch that is not on the model's device, or holds what a graph cannot be fed with.
         """
+        if self._released:
+            self.num_eager += 1
+            return detached(self._parts.train_step(*batch), copy=False)
         tensors, batch_part = batch_key(batch, self._device)
         self._check_owner()
         self._rates.follow()
@@ -139,7 +144,13 @@ class GraphedStep:
         return detached(graph.replay(tensors), copy=self._clone)
 
     def release(self) -> None:
-        """Drop the graphs and give the optimizers their own form back (rate as a number, not capturable)."""
+        """Drop the graphs and give the optimizers their own form back (rate as a number, not capturable).
+
+        Calls after it run the step eagerly. Safe to call twice.
+        """
+        if self._released:
+            return
+        self._released = True
         self._forget()
         self._unhook()
         for optimizer, groups in zip(self._parts.optimizers, self._originals, strict=True):
@@ -219,6 +230,10 @@ class GraphedStep:
         self._refused.clear()
         self._memory.renew()
         self._stale = False
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def step_parts(train_step: Callable[..., Any], model: Models, optimizer: Optimizers) -> tuple[Parts, torch.device]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -54,12 +55,15 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _checked_tensor(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1:
+    if not value.is_nested and value.numel() != 1:
         raise UsageError(f"{name} has the shape {tuple(value.shape)}: expected one element, e.g. {name}.mean()")
     if value.is_complex():
         raise UsageError(f"{name} is complex ({value.dtype}): expected a real number, e.g. {name}.abs()")
-    if value.layout is not torch.strided:
-        raise UsageError(f"{name} is sparse ({value.layout}): expected a dense tensor, e.g. {name}.to_dense()")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else f"sparse ({value.layout})"
+        raise UsageError(f"{name} is {kind}: expected a dense tensor, e.g. {name}.sum()")
+    if value.is_quantized:
+        raise UsageError(f"{name} is quantized ({value.dtype}): expected a plain number, e.g. {name}.dequantize()")
     if value.device.type == "meta":
         raise UsageError(f"{name} is on the meta device and has no value")
     return value
@@ -72,8 +76,8 @@ def as_weight(weight: Any) -> Any:
     checked = _checked("weight", weight)
     if isinstance(checked, Tensor) and checked.device.type == "cpu":
         checked = float(checked)
-    if isinstance(checked, float) and not checked >= 0:
-        raise UsageError(f"weight={checked}: expected a number that is not negative")
+    if isinstance(checked, float) and not 0 <= checked < math.inf:
+        raise UsageError(f"weight={checked}: expected a finite number that is not negative")
     return checked
 
 

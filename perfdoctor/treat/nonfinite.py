@@ -118,6 +118,7 @@ class NonFiniteWatch:
         self._num_steps = 0
         self._record: Tensor | None = None
         self._hits: deque[NonFiniteHit] = deque(maxlen=_KEPT_HITS)
+        self._pending: deque[NonFiniteHit] = deque()  # not acted on yet: what was called for one before may have raised
         self.num_waits = 0
         """how often `step()` waited because a flag was `max_lag` steps late"""
 
@@ -165,6 +166,12 @@ class NonFiniteWatch:
             while self._record is not None and self._ring.num_in_flight:
                 arrived.append(self._ring.wait_oldest())
         self._act_on(arrived)
+
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "NonFiniteWatch cannot be copied or pickled: it knows the parameters of one model by identity. Make a new "
+            "one for the other model"
+        )
 
     def __enter__(self) -> Self:
         if self._hooks is not None:
@@ -271,7 +278,9 @@ class NonFiniteWatch:
         found = [hit_of(note, record, self._num_steps) for note, record in arrived]
         new = [hit for hit in found if hit is not None]
         self._hits += new
-        for hit in new:
+        self._pending += new
+        while self._pending:
+            hit = self._pending.popleft()
             if self._on_hit == "raise":
                 raise NonFiniteError(f"{hit}{advice(hit)}")
             if self._on_hit == "skip":

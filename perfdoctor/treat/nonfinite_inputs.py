@@ -40,6 +40,8 @@ def optimizers_of(optimizers: Any) -> tuple[Optimizer, ...] | None:
     for optimizer in several:
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"optimizers: {type(optimizer).__name__} is no torch.optim.Optimizer")
+    if not several:
+        raise UsageError("optimizers: none in it, so that nothing would be watched: None watches the model's")
     return several
 
 
@@ -58,14 +60,19 @@ def counts_of(pairs: list[tuple[str, Tensor]], kernel: str | None) -> tuple[NAME
 
 
 def loss_of(loss: Any) -> Tensor | float | None:
-    """A tensor of one element that is not finite where one of the loss is not; a number from the host as it is.
+    """A tensor of one element that is not finite where one of the loss is not; a float from the host as it is.
 
     Raises UsageError for what is neither a tensor nor a number.
     """
-    if loss is None or isinstance(loss, (int, float)):
-        return None if loss is None else float(loss)
+    if loss is None or isinstance(loss, int):  # a whole number is finite, however large
+        return None
+    if isinstance(loss, float):
+        return loss
     if not isinstance(loss, Tensor):
         raise UsageError(f"loss is a {type(loss).__name__}: expected a tensor or a number")
+    if loss.layout is not torch.strided or loss.is_nested or loss.device.type == "meta":
+        kind = "nested" if loss.is_nested else loss.layout if loss.layout is not torch.strided else "on the meta device"
+        raise UsageError(f"loss is {kind}: expected a dense tensor with a value, e.g. loss.sum()")
     loss = loss.detach()
     if loss.is_complex():
         loss = torch.view_as_real(loss)

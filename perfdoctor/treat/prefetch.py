@@ -21,6 +21,7 @@ import torch
 from perfdoctor.errors import UsageError
 from perfdoctor.treat.batch_slots import Slot, Spec, require_reference_counts, spec_of
 from perfdoctor.treat.batch_tree import Skeleton, take_apart
+from perfdoctor.treat.devices import named_device, numbered_device
 from perfdoctor.treat.staging import Stager, StagingJob
 
 _LOADER_STATE = ("state_dict", "load_state_dict")
@@ -100,6 +101,10 @@ class DevicePrefetcher:
         if name in _LOADER_STATE and not self._is_passing:
             return self._state_dict if name == "state_dict" else self._load_state_dict
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, and what a process gets, has the same settings and makes a ring and a stream of its own.
+        return {**self.__dict__, "_idle": [], "_left": None, "_side": None}
 
     def close(self) -> None:
         """Give the ring's memory back; it is made anew when the prefetcher is iterated again."""
@@ -316,21 +321,10 @@ def _require_iterable(loader: Any) -> None:
 
 def _checked_device(device: Any) -> tuple[torch.device, bool]:
     """The device with its index, and whether there is no CUDA here, so that batches pass through."""
-    try:
-        named = torch.device("cuda", device) if type(device) is int else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"DevicePrefetcher(device={device!r}): no device; expected 'cuda' or 'cuda:1'") from error
+    named = named_device(device, "DevicePrefetcher")
     has_cuda = torch.cuda.is_available()
     if named.type == "cpu" and not has_cuda:
         return named, True
     if named.type != "cuda":
         raise UsageError(f"DevicePrefetcher(device={device!r}): expected a CUDA device ('cuda', 'cuda:1')")
-    if not has_cuda:
-        return named, True
-    index = torch.cuda.current_device() if named.index is None else named.index
-    if not 0 <= index < torch.cuda.device_count():
-        raise UsageError(
-            f"DevicePrefetcher(device={device!r}): this machine has {torch.cuda.device_count()} CUDA device(s), "
-            "counted from cuda:0"
-        )
-    return torch.device("cuda", index), False
+    return (numbered_device(named, "DevicePrefetcher"), False) if has_cuda else (named, True)

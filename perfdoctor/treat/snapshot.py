@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 
+from perfdoctor.errors import UsageError
 from perfdoctor.record import crossings
 
 # Copies stay on the device while they leave this share of what is free there to the step itself.
@@ -29,10 +30,19 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 
 def as_tuple(value: Any, kind: type | tuple[type, ...]) -> tuple[Any, ...]:
-    """One thing, several, or None (none), as a tuple."""
+    """One thing, several, or None (none), as a tuple.
+
+    Raises UsageError for anything of another kind.
+    """
     if value is None:
         return ()
-    return (value,) if isinstance(value, kind) else tuple(value)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    several = tuple(value) if isinstance(value, Iterable) and not isinstance(value, kind) else (value,)
+    for each in several:
+        if not isinstance(each, kind):
+            names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in kinds)
+            raise UsageError(f"expected a {names}, one or several; got a {type(each).__name__}")
+    return several
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,12 @@ def test_wrong_use_and_refusals() -> None:
         compile_model(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="mode='fast' is none of default"):
         compile_model(Small(), mode="fast")
+    with pytest.raises(UsageError, match="fullgraph='yes'"):
+        compile_model(Small(), fullgraph="yes")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="dynamic='yes'"):
+        compile_model(Small(), dynamic="yes")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="backend=3"):
+        compile_model(Small(), backend=3)
     with pytest.raises(UsageError, match="leave one of the two out"):
         compile_model(Small(), mode="max-autotune", backend="eager")
     with pytest.raises(TreatmentRefused, match="compiled already"):

@@ -92,6 +92,16 @@ def outer(x: torch.Tensor) -> torch.Tensor:
     return inner(x * 2) + 1
 
 
+def makes_a_parameter(x: torch.Tensor) -> torch.Tensor:
+    weight = torch.ones(4, requires_grad=True)
+    return (x * weight).sum()
+
+
+def measures_a_text(x: torch.Tensor) -> torch.Tensor:
+    text = f"{x.sum():.3f}"
+    return x * len(text)
+
+
 def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() @ x).relu().sum()
 
@@ -104,6 +114,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
         (masks, [("x[x > 0]", "mask")]),
         (reads_the_clock, [("perf_counter", "clock")]),
         (loops, [("print(x.shape)", "print")]),
+        (makes_a_parameter, [("requires_grad=True", "requires_grad")]),
+        (measures_a_text, [("len(text)", "exception")]),
         (whole, []),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -364,5 +376,9 @@ def test_wrong_use_says_what_is_needed() -> None:
         graph_breaks(whole, X, calls=[(X,)])
     with pytest.raises(UsageError, match="list with a Tensor in it"):
         graph_breaks(whole, calls=[X])
+    with pytest.raises(UsageError, match="list with a NoneType in it"):
+        graph_breaks(whole, calls=[None])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="not a int"):
+        graph_breaks(whole, calls=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="an empty list"):
         graph_breaks(whole, calls=[])

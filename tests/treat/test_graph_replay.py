@@ -1,7 +1,10 @@
 """The bookkeeping around replays, with a stand-in for the GPU's graph: a tape of device operations, run again.
 
-No device is here to replay a graph on. The tape does what a graph does and nothing more: it repeats the operations of
-graph capture on the very same tensors, with no Python of the step in between. What CUDA itself does is tested on a GPU.
+What is tested is perfdoctor's own part: which graph a batch gets, that inputs, gradients and state are the tensors that
+the graph was captured with, and what stays after a failure. `torch.cuda.CUDAGraph` is patched for that, because there
+is no device here to replay a graph on: the tape repeats the operations of graph capture on the very same tensors, with
+no Python of the step in between. It is no evidence of what CUDA does (streams, memory pools, what it forbids in a graph
+capture, speed): test_graphed_step_gpu.py runs real graphs.
 """
 
 import pytest

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import perfdoctor
+from perfdoctor.errors import UsageError
 from perfdoctor.treat.batch_tree import take_apart
 from perfdoctor.treat.prefetch import DevicePrefetcher
 
@@ -191,3 +192,77 @@ def test_one_tensor_twice_in_a_batch() -> None:
     a, b = through((one, one))
     a.add_(1)
     assert is_one_on_device(b)
+
+
+class Checked(dict[str, Any]):
+    """Takes tensors and texts only."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(value, (str, torch.Tensor)):
+            raise TypeError(f"{key} is a {type(value).__name__}")
+        super().__setitem__(key, value)
+
+
+class CheckedList(list[Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"item {key} is a {type(value).__name__}")
+        super().__setitem__(key, value)
+
+
+class Attributed(dict[str, Any]):
+    """Its items are attributes too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Couple(tuple[Any, ...]):
+    tag = ""
+
+    def __new__(cls, first: Any, second: Any) -> Couple:
+        return super().__new__(cls, (first, second))
+
+
+class Single(dict[str, Any]):
+    def __copy__(self) -> Single:
+        raise RuntimeError("there is one of it")
+
+
+def test_containers_that_check_what_is_put_in() -> None:
+    out = through({"deep": [Checked(x=torch.ones(1), name="n")]})["deep"][0]
+    assert type(out) is Checked
+    assert is_one_on_device(out["x"])
+    assert out["name"] == "n"
+    items = through(CheckedList([torch.ones(1), torch.ones(1)]))
+    assert type(items) is CheckedList
+    assert all(is_one_on_device(item) for item in items)
+
+
+def test_items_that_are_attributes_too() -> None:
+    batch = Attributed(x=torch.ones(1))
+    out = through(batch)
+    assert is_one_on_device(out["x"])
+    assert out.x is out["x"]
+    assert not batch.x.is_cuda
+
+
+def test_tuples_with_a_constructor_of_their_own() -> None:
+    couple = Couple(torch.ones(1), "b")
+    couple.tag = "kept"
+    out = through(couple)
+    assert (type(out), out.tag, out[1]) == (Couple, "kept", "b")
+    assert is_one_on_device(out[0])
+    most = through(torch.ones(1, 1).max(dim=0))
+    assert type(most) is torch.return_types.max
+    assert is_one_on_device(most.values)
+
+
+def test_batches_that_cannot_be_taken_apart_are_named() -> None:
+    with pytest.raises(UsageError, match="Single that cannot be copied"):
+        through(Single(x=torch.ones(1)))
+    endless: list[Any] = [torch.ones(1)]
+    endless.append(endless)
+    with pytest.raises(UsageError, match="contains itself"):
+        through(endless)

@@ -6,7 +6,9 @@ meanwhile inherits it, collects it there, and is aborted by CUDA.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,21 +52,13 @@ def left_before_the_error() -> None:
 
 
 def loader_that_fails() -> None:
-    try:
+    with pytest.raises(ValueError, match="damaged"):
         list(DevicePrefetcher(batches(5, bad=3), "cuda"))
-    except ValueError as error:
-        assert str(error) == "damaged"
-    else:
-        raise AssertionError("nothing was raised")
 
 
 def batch_that_fails() -> None:
-    try:
+    with pytest.raises(RuntimeError, match="cannot be moved"):
         list(DevicePrefetcher([torch.ones(8), (torch.ones(8), Unmovable())], "cuda"))
-    except RuntimeError as error:
-        assert "cannot be moved" in str(error)
-    else:
-        raise AssertionError("nothing was raised")
 
 
 def step_that_is_interrupted() -> None:
@@ -100,3 +94,15 @@ def test_nothing_waits_for_the_garbage_collector(use: Callable[[], None], monkey
         assert [ref() for ref in made] == [None] * 5
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_has_a_ring_of_its_own(duplicate: Callable[[Any], Any]) -> None:
+    with perfdoctor.emulate_cuda():
+        first = DevicePrefetcher([torch.full((2,), float(n)) for n in range(5)], "cuda", depth=3)
+        kept = list(first)
+        second = duplicate(first)
+        assert second.depth == 3
+        assert [int(x[0].cpu()) for x in second] == [0, 1, 2, 3, 4]
+        assert [int(x[0].cpu()) for x in kept] == [0, 1, 2, 3, 4]
+        assert not set(map(id, first._idle)) & set(map(id, second._idle))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,80 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from switch_loops import LIGHT, NAMES, OPTIMIZERS, configuration, small_loop, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as imported_by_name
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import perfdoctor
-from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat.cures import CURES, treatments_for
 from perfdoctor.treat.switches import TREATMENTS, treated, treatment
 from perfdoctor.treat.treatment import Loop
-
-CPU = torch.device("cpu")
-OWN = ("graphed_step",)  # tested where it is written
-NAMES = [each.name for each in TREATMENTS if each.name not in OWN]
-# What torch.compile needs a C++ compiler for is tested in test_compiled.
-LIGHT = [name for name in NAMES if not name.startswith("compile")]
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
-}
-
-
-def small_loop(kind: str = "adam", workers: int = 0) -> Loop:
-    torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4 * 6 * 6, 5)
-    )
-    data = TensorDataset(torch.randn(24, 3, 8, 8), torch.randint(0, 5, (24,)))
-    loader = DataLoader(data, batch_size=8, num_workers=workers)
-    return Loop(device=CPU, model=model, optimizers=(OPTIMIZERS[kind](model.parameters()),), loader=loader)
-
-
-def train(loop: Loop, steps: int) -> list[float]:
-    """As a user's script would, on the loop's live objects."""
-    losses = []
-    model, optimizer = loop.model, loop.optimizers[0]
-    assert model is not None
-    batches = [batch for _ in range(steps) for batch in loop.loader or ()][:steps]
-    for images, labels in batches:
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        imported_by_name(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def configuration(loop: Loop) -> dict[str, Any]:
-    """Everything of a loop and of the process that a treatment may touch, but no trained value."""
-    model, optimizer, loader = loop.model, loop.optimizers[0], loop.loader
-    assert model is not None
-    tensors = dict(model.state_dict(keep_vars=True))
-    return {
-        "addresses": {name: (tensor.data_ptr(), tensor.stride(), tensor.dtype) for name, tensor in tensors.items()},
-        "modules": [sorted(vars(each)) for each in model.modules()],
-        "hooks": [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules()],
-        "compiled": model._compiled_call_impl,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "optimizer": sorted(vars(optimizer)),
-        "state": {
-            (index, name): (value.device, value.dtype, value.stride())
-            for index, held in enumerate(optimizer.state.values())
-            for name, value in held.items()
-            if isinstance(value, torch.Tensor)
-        },
-        "loader": {k: v for k, v in vars(loader).items() if isinstance(v, bool | int | str | type(None))},
-        "loader_type": type(loader),
-        "gc": (gc.isenabled(), gc.get_freeze_count()),
-        "matmul": torch.get_float32_matmul_precision(),
-        "cudnn": torch.backends.cudnn.benchmark,
-        "tensor": {name: vars(torch.Tensor).get(name) for name in ("item", "tolist", "__float__", "__int__")},
-        "clip": imported_by_name.__closure__[0].cell_contents,
-    }
 
 
 @pytest.fixture(autouse=True)
@@ -364,70 +299,3 @@ def test_no_treatment_adds_a_sync(name: str) -> None:
 
 
 # ---- refusals
-
-
-def reason(name: str, **fields: Any) -> str:
-    loop = Loop(**{"device": CPU, **fields})
-    found = treatment(name).refuses(loop)
-    assert found
-    return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_empty_loop_is_refused_with_what_is_missing(name: str) -> None:
-    if name == "gc_frozen":
-        assert treatment(name).refuses(Loop(device=CPU)) is None
-        return
-    assert any(word in reason(name) for word in ("pass", "needs", "CUDA"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["tf32", "cudnn_benchmark", "pin_memory", "prefetch", "log_every_n", "our_clip", "compile_reduce_overhead",
-     "compile_max_autotune"],
-)  # fmt: skip
-def test_what_needs_cuda_says_where_the_loop_runs(name: str) -> None:
-    loop = small_loop()
-    assert "cpu" in reason(name, model=loop.model, optimizers=loop.optimizers, loader=loop.loader).lower()
-
-
-def test_refusals_name_what_does_not_fit() -> None:
-    linear = nn.Linear(3, 3)
-    loop = small_loop()
-    assert "convolution" in reason("channels_last", model=linear)
-    assert "bfloat16" in reason("bf16_autocast", model=nn.Linear(3, 3, dtype=torch.bfloat16))
-    assert "no floating-point" in reason("bf16_autocast", model=nn.ReLU())
-    assert "IterableDataset" in reason("dataloader_workers", loader=DataLoader(Stream()))
-    assert "list" in reason("dataloader_workers", loader=[1, 2])
-    assert "no workers" in reason("persistent_workers", loader=loop.loader)
-    already = DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, persistent_workers=True)
-    assert "already" in reason("persistent_workers", loader=already)
-    assert "already" in reason("dataloader_workers", loader=already)
-    assert "channels_last already" in reason(
-        "channels_last", model=nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    )
-
-
-def test_fused_refuses_what_has_no_fused_kernel() -> None:
-    class Own(torch.optim.SGD):
-        pass
-
-    p = [nn.Parameter(torch.zeros(3))]
-    assert "RMSprop has no fused kernel" in reason("fused_optimizer", optimizers=(torch.optim.RMSprop(p),))
-    assert "Own has no fused kernel" in reason("fused_optimizer", optimizers=(Own(p, lr=0.1),))
-    assert "fused already" in reason("fused_optimizer", optimizers=(torch.optim.Adam(p, fused=True),))
-    mixed = [p[0], nn.Parameter(torch.zeros(3, device="meta"))]
-    assert "several devices (cpu, meta)" in reason("fused_optimizer", optimizers=(torch.optim.Adam(mixed),))
-    assert "differentiable" in reason("fused_optimizer", optimizers=(torch.optim.Adam(p, differentiable=True),))
-
-
-def test_what_is_refused_is_not_applied() -> None:
-    with pytest.raises(TreatmentRefused, match="tf32: TF32 needs a CUDA device"), treated(small_loop(), "tf32"):
-        pass
-    with pytest.raises(UsageError, match=r"no treatment 'turbo'; there are: .*prefetch"):
-        treatment("turbo")
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))

@@ -1,0 +1,19 @@
+"""What the tests of graph_obstacles share: a model with its optimizer and batch, and lines by their text."""
+
+import inspect
+
+import torch
+from torch import nn
+
+
+def parts(device, optimizer=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2)).to(device)
+    opt = optimizer(model.parameters(), lr=0.1, **options)
+    return model, opt, torch.ones(6, 4, device=device), torch.zeros(6, 2, device=device)
+
+
+def line_of(function, text):
+    """The line of `function` that holds `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)

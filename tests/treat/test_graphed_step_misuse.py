@@ -1,0 +1,79 @@
+"""graphed_step with wrong arguments, and after its release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import perfdoctor
+from perfdoctor.errors import UsageError
+from perfdoctor.treat.graph_obstacles import graph_obstacles
+from perfdoctor.treat.graphed_step import graphed_step
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    with perfdoctor.emulate_cuda():
+        yield
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[..., torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, optimizer, torch.ones(3, 4, device="cuda"), step
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_graphs": None}, "max_graphs=None"),
+        ({"max_graphs": 1.5}, r"max_graphs=1\.5"),
+        ({"max_graphs": True}, "max_graphs=True"),
+        ({"warmup": "3"}, "warmup='3'"),
+        ({"warmup": 2.5}, r"warmup=2\.5"),
+        ({"warmup": 1}, "warmup=1"),
+        ({"model": 3}, "expected a torch.nn.*Module or torch.*Tensor, one or several; got a int"),
+        ({"optimizer": nn.Sequential(nn.ReLU())}, "expected a torch.optim.*Optimizer, one or several; got a ReLU"),
+        ({"optimizer": "adam"}, "got a str"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    model, optimizer, x, step = parts()
+    with pytest.raises(UsageError, match=message):
+        graphed_step(step, x, **{"model": model, "optimizer": optimizer, **options})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.param_groups[0]["capturable"]
+    if "model" in options or "optimizer" in options:
+        with pytest.raises(UsageError, match=message):
+            graph_obstacles(step, x, **options)
+
+
+def test_after_release_it_runs_eagerly_and_the_optimizer_stays_as_it_was() -> None:
+    model, optimizer, x, step = parts()
+    graphed = graphed_step(step, x, model=model, optimizer=optimizer)
+    graphed(x)
+    graphed.release()
+    graphed.release()
+    eager = graphed.num_eager
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        graphed(x)
+    assert graphed.num_eager == eager + 3
+    assert graphed.num_graphs == 0
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+    assert not optimizer.param_groups[0]["capturable"]
