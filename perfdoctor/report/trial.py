@@ -12,6 +12,7 @@ from perfdoctor.report import phrases
 from perfdoctor.report.json import as_document, saving_document, site_document
 from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text
+from perfdoctor.trial.estimate import LARGE_CLAIM
 from perfdoctor.trial.outcome import JOINT, ArmResult, TrialOutcome
 from perfdoctor.units import format_ms, format_share, format_spread, ms
 
@@ -154,8 +155,7 @@ def _notes(outcome: TrialOutcome, width: int) -> list[Line]:
 def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
     """The end of the report: what to fix first, and the lines that do it."""
     if not outcome.order:
-        tried = "Nothing that was tried gives anything back for sure: leave these lines alone."
-        return wrapped(tried if outcome.arms else "Nothing could be tried.", width, style="strong")
+        return wrapped(_nothing(outcome), width, style="strong")
     rows = wrapped("Fix in this order", width, style="strong")
     for number, finding in enumerate(outcome.order, 1):
         result = outcome.result_of(finding)
@@ -173,6 +173,16 @@ def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
     if together is not None:
         rows += wrapped(f"All together: {saving_text(together.saving, outcome.base_ns)}.", width)
     return rows
+
+
+def _nothing(outcome: TrialOutcome) -> str:
+    if not outcome.arms or not outcome.base_ns:
+        return "Nothing could be tried."
+    most = max(max(abs(arm.saving.low_ns), abs(arm.saving.high_ns)) for arm in outcome.arms)
+    if most > LARGE_CLAIM * outcome.base_ns:
+        hidden = format_share(most / outcome.base_ns)
+        return f"Nothing gives anything back for sure, but the noise may hide {hidden}: give it more --seconds."
+    return "Nothing that was tried gives anything back: leave these lines alone."
 
 
 def _title(finding: Finding, root: str) -> str:

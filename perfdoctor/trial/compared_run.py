@@ -16,6 +16,7 @@ from perfdoctor.units import NS_PER_MS
 
 _SCHEMA_VERSION = 1
 _HEAD_BYTES = 4096
+_LONGEST_MS = 1e12  # 30 years
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,10 @@ class ComparedRun:
     basis: str
     step_ns: tuple[int, ...] = ()  # each step, where the file has them
     samples_per_s: float | None = None
+    samples_per_step: float | None = None
     micro_batches: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     findings: tuple[FindingRow, ...] = ()
-
-    @property
-    def samples_per_step(self) -> float | None:
-        return None if self.samples_per_s is None else self.samples_per_s * self.median_ns / 1e9
 
 
 def read_run(path: str | os.PathLike[str]) -> ComparedRun:
@@ -82,8 +80,8 @@ def _read_report(path: Path) -> dict[str, Any] | None:
             head = file.read(_HEAD_BYTES)
             if head.lstrip()[:1] != b"{" or b'"traceEvents"' in head:
                 return None
-            document = json.loads(head + file.read())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            document = json.loads(head + file.read(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
         if b'"schema_version"' in head and b'"perfdoctor"' in head:
             raise BrokenTraceError(f"{path}: a damaged perfdoctor report ({error}). Write it again.") from error
         return None
@@ -113,12 +111,13 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
         return ComparedRun(
             path=path,
             median_ns=_positive(path, step["median_ms"]) * NS_PER_MS,
-            low_ns=float(step["low_ms"]) * NS_PER_MS,
-            high_ns=float(step["high_ms"]) * NS_PER_MS,
+            low_ns=_positive(path, step["low_ms"]) * NS_PER_MS,
+            high_ns=_positive(path, step["high_ms"]) * NS_PER_MS,
             num_steps=int(step["num_steps"]),
             basis=str(step["basis"]),
-            samples_per_s=verdict["samples_per_s"],
-            micro_batches=verdict["micro_batches"],
+            samples_per_s=_optional(verdict["samples_per_s"]),
+            samples_per_step=_optional(verdict.get("samples_per_step")),  # files of before it was written lack it
+            micro_batches=_optional(verdict["micro_batches"]),
             environment=dict(document["environment"]),
             findings=tuple(_row(row) for row in rows),
         )
@@ -129,11 +128,19 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
         ) from error
 
 
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
 def _positive(path: str, value: Any) -> float:
     number = float(value)
-    if not 0 < number < float("inf"):
+    if not 0 < number < _LONGEST_MS:
         raise UsageError(f"{path}: a step of {value} ms cannot be compared")
     return number
+
+
+def _optional(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _without_steps(path: str) -> UsageError:
@@ -145,13 +152,13 @@ def _row(row: dict[str, Any]) -> FindingRow:
     room = row["headroom"]
     tried = row.get("measured_saving") or {}  # only after a trial
     return FindingRow(
-        code=row["code"],
-        kind=row["kind"],
-        title=row["title"],
-        file=site.get("file", ""),
-        line=site.get("line", 0),
-        function=site.get("function", ""),
-        text=site.get("text", ""),
+        code=str(row["code"]),
+        kind=str(row["kind"]),
+        title=str(row["title"]),
+        file=str(site.get("file", "")),
+        line=int(site.get("line", 0)),
+        function=str(site.get("function", "")),
+        text=str(site.get("text", "")),
         headroom_ns=None if room is None else _ns(room["mid_ms"]),
         counterfactual_ns=_ns(tried.get("mid_ms")),
         counterfactual_low_ns=_ns(tried.get("low_ms")),
@@ -169,13 +176,14 @@ def _from_diagnosis(path: str, diagnosis: Diagnosis, steps: tuple[int, ...]) -> 
         raise _without_steps(path)
     return ComparedRun(
         path=path,
-        median_ns=_positive(path, step.median_ns),
+        median_ns=_positive(path, step.median_ns / NS_PER_MS) * NS_PER_MS,
         low_ns=step.low_ns,
         high_ns=step.high_ns,
         num_steps=step.num_steps,
         basis=step.basis,
         step_ns=steps if len(steps) == step.num_steps else (),  # only where they are what the median is of
         samples_per_s=diagnosis.samples_per_s,
+        samples_per_step=diagnosis.samples_per_step,
         micro_batches=diagnosis.micro_batches,
         environment=asdict(diagnosis.environment),
         findings=tuple(

@@ -1,0 +1,70 @@
+"""The page of a trial: ranked, and ending in what to change."""
+
+from dataclasses import replace
+
+from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Saving, Severity
+from perfdoctor.record.capture import Frame, Site
+from perfdoctor.report.trial import render_trial, saving_text
+from perfdoctor.trial.outcome import ArmResult, TrialOutcome
+
+MS = 1_000_000
+
+
+def finding(line: int) -> Finding:
+    site = Site(frame=Frame(file="train.py", line=line, function="", owner="user"), text=f"x = y{line}.item()")
+    advice = Advice(text=f"change {line}", lines=(f"new line {line}",))
+    return Finding(
+        code="host-sync", severity=Severity.COST, title="reads", kind="item", site=site, count=1.0, advice=advice
+    )
+
+
+def arm(row: Finding | None, mode: str, mid: float, half: float, *, prediction: bool = True) -> ArmResult:
+    saving = Saving(
+        median_ns=round(mid * MS), low_ns=round((mid - half) * MS), high_ns=round((mid + half) * MS), basis=""
+    )
+    return ArmResult(finding=row, mode=mode, text=f"text {mode}", prediction=prediction, saving=saving, num_pairs=20)
+
+
+ROWS = (finding(3), finding(7))
+OUTCOME = TrialOutcome(
+    diagnosis=Diagnosis(
+        source="train.py", step=None, accounting=None, binding=Binding.UNKNOWN, findings=ROWS, leave_alone=()
+    ),
+    base_ns=50 * MS,
+    arms=(
+        arm(ROWS[0], "gone", 2.0, 0.2),
+        arm(ROWS[1], "gone", 10.0, 0.5),
+        arm(None, "all", 12.0, 0.5),
+        arm(ROWS[0], "every", 1.0, 2.0, prediction=False),
+    ),
+    order=(ROWS[1], ROWS[0]),
+)
+
+
+def test_the_dearest_comes_first_and_a_bound_under_its_finding() -> None:
+    page = " ".join(render_trial(OUTCOME).split())
+    assert (
+        page.index("train.py:7") < page.index("train.py:3") < page.index("text every (a bound") < page.index("text all")
+    )
+    assert "no difference (less than 6 % of the step)" in page  # 1 + 2 of 50 ms
+
+
+def test_it_ends_in_the_order_with_the_lines_to_change() -> None:
+    ending = render_trial(OUTCOME).split("Fix in this order\n")[1]
+    assert ending.index("train.py:7") < ending.index("new line 7") < ending.index("train.py:3")
+    assert ending.index("train.py:3") < ending.index("new line 3") < ending.index("All together: gives back 12")
+    assert "gives back 10" in ending.split("\n")[0]
+
+
+def test_where_nothing_is_sure_it_says_whether_that_settles_it() -> None:
+    calm = replace(OUTCOME, order=(), arms=(arm(ROWS[0], "gone", 0.1, 0.3),))
+    assert "leave these lines alone" in render_trial(calm)
+    noisy = replace(OUTCOME, order=(), arms=(arm(ROWS[0], "gone", 0.1, 4.9),))
+    assert "the noise may hide 10 %" in render_trial(noisy)
+    assert "could be tried" in render_trial(replace(OUTCOME, order=(), arms=()))
+
+
+def test_a_saving_in_words() -> None:
+    saving = Saving(median_ns=10 * MS, low_ns=9 * MS, high_ns=11 * MS, basis="")
+    assert saving_text(saving, 50 * MS).endswith("20 % of the step")
+    assert "more without it" in saving_text(Saving(median_ns=-MS, low_ns=-2 * MS, high_ns=-1, basis=""), 50 * MS)
