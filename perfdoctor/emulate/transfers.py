@@ -107,7 +107,7 @@ def to_host(tensor: torch.Tensor, non_blocking: bool = False, kind: str = "cpu")
 def _is_temporary(tensor: torch.Tensor, held: int, frame: FrameType) -> bool:
     # `sys.getrefcount` in the replaced method tells `make().to(d)` from `x.to(d)`. A batch out of a loader may be a
     # temporary too: the expression must show a factory; where there is no source, memory of its own must do.
-    if held > _TEMPORARY or tensor.layout is not torch.strided:
+    if held > _held_as_temporary() or tensor.layout is not torch.strided:
         return False
     made = makes_source(frame)
     return made if made is not None else not tensor._is_view() and tensor.untyped_storage().resizable()
@@ -250,19 +250,23 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.grad = grad.to(tensor.device)
 
 
-def _probe(self: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    return sys.getrefcount(self)
+class _Probe:
+    """Called like `to`, it says how often a temporary is held there."""
+
+    def to(self, *args: Any, **kwargs: Any) -> int:
+        return sys.getrefcount(self)
 
 
-def _measured() -> int:
-    """What sys.getrefcount shows for a temporary in a method called like `to`; 0 where a variable shows the same."""
-    probe_type = type("_Probe", (), {"to": _probe})
-    held = probe_type()
-    temporary = probe_type().to("cuda")
+def _held_as_temporary() -> int:
+    """What sys.getrefcount shows for a temporary in a method called like `to`; 0 where a variable shows the same.
+
+    Asked each time: once torch.compile has traced anything, Python's calls hold their arguments once more.
+    """
+    held = _Probe()
+    temporary = _Probe().to("cuda")
     return temporary if held.to("cuda") > temporary else 0
 
 
-_TEMPORARY = _measured()
 METHODS: dict[str, Any] = {
     "to": to, "cuda": cuda, "cpu": cpu, "pin_memory": pin_memory, "is_pinned": is_pinned_method, "type_as": type_as,
     "type": type_method, "data": data,

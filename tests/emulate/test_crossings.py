@@ -243,3 +243,13 @@ def test_sync_debug_mode_of_the_user_is_obeyed() -> None:
     with pytest.warns(UserWarning, match="synchronizing CUDA operation"):
         kinds_of("torch.cuda.set_sync_debug_mode('warn'); x.sum().item()")
     assert kinds_of("assert torch.cuda.get_sync_debug_mode() == 0; x.sum().item()") == ["item"]
+
+
+def test_a_new_tensor_is_told_from_a_batch_after_torch_compile_has_run_too() -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    batch = torch.ones(3)
+    with emulate_cuda() as device:
+        torch.ones(3).to("cuda")
+        batch.to("cuda")
+    torch._dynamo.reset()
+    assert [hit.kind for hit in device.log.hits] == ["h2d_blocking", "h2d_pageable"]
