@@ -24,26 +24,27 @@ __device__ Vector<T> gelu(const Vector<T>& x) {
   return out;
 }
 
-// A block takes tiles of blockDim.x * kAhead vectors; with as many blocks as tiles, one each. All loads of a tile are
-// in flight before the first is used.
+// A block takes one tile of blockDim.x * kAhead vectors. A whole tile, and only the last is not, needs no comparison:
+// all loads are in flight before the first is used, and the results leave one behind the other.
 template <typename T, int kAhead>
 __global__ void gelu_kernel(const T* x, T* out, int64_t num_elements) {
   constexpr int kSize = Vector<T>::kSize;
   const int64_t num_vectors = num_elements / kSize;
-  const auto* from = reinterpret_cast<const Vector<T>*>(x);
-  auto* to = reinterpret_cast<Vector<T>*>(out);
-  const int64_t tile = static_cast<int64_t>(blockDim.x) * kAhead;
-  for (int64_t first = blockIdx.x * tile + threadIdx.x; first < num_vectors; first += gridDim.x * tile) {
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * blockDim.x * kAhead, first = tile + threadIdx.x;
+  const auto* from = reinterpret_cast<const Vector<T>*>(x) + first;
+  auto* to = reinterpret_cast<Vector<T>*>(out) + first;
+  if (tile + static_cast<int64_t>(blockDim.x) * kAhead <= num_vectors) {
     Vector<T> values[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (first + i * blockDim.x < num_vectors) values[i] = load_vector(from + first + i * blockDim.x);
+    for (int i = 0; i < kAhead; ++i) values[i] = load_vector(from + i * blockDim.x);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (first + i * blockDim.x < num_vectors) store_vector(to + first + i * blockDim.x, gelu(values[i]));
+    for (int i = 0; i < kAhead; ++i) store_vector(to + i * blockDim.x, gelu(values[i]));
+    return;
   }
+  for (int64_t i = 0; first + i < num_vectors; i += blockDim.x)
+    store_vector(to + i, gelu(load_vector(from + i)));
   const int64_t tail = num_vectors * kSize + threadIdx.x;  // fewer than 16 bytes are left over
-  if (blockIdx.x == 0 && tail < num_elements) out[tail] = rounded<T>(gelu(widened(x[tail])));
+  if (tail < num_elements) out[tail] = rounded<T>(gelu(widened(x[tail])));
 }
 
 // Views that start off a 16-byte boundary: one element a thread.
@@ -54,25 +55,20 @@ __global__ void gelu_any_kernel(const T* x, T* out, int64_t num_elements) {
 }
 
 template <typename T, int kAhead>
-void launch(int64_t x, int64_t out, int64_t num_elements, int threads, int64_t most_blocks, cudaStream_t stream) {
+void launch(int64_t x, int64_t out, int64_t num_elements, int threads, cudaStream_t stream) {
   const bool aligned = is_aligned(x) && is_aligned(out);
   const int64_t per_block = aligned ? static_cast<int64_t>(threads) * kAhead * Vector<T>::kSize : threads;
-  const int64_t tiles = (num_elements + per_block - 1) / per_block;
-  const int64_t blocks = aligned && most_blocks > 0 && most_blocks < tiles ? most_blocks : tiles;
+  const auto blocks = static_cast<unsigned>((num_elements + per_block - 1) / per_block);
   const auto kernel = aligned ? gelu_kernel<T, kAhead> : gelu_any_kernel<T>;
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(pointer<T>(x), pointer<T>(out), num_elements);
+  kernel<<<blocks, threads, 0, stream>>>(pointer<T>(x), pointer<T>(out), num_elements);
   check_launch();
 }
 
-void run(int64_t x, int64_t out, int64_t num_elements, int element, int threads, int ahead, int64_t most_blocks,
-         int64_t stream) {
+void run(int64_t x, int64_t out, int64_t num_elements, int element, int threads, int ahead, int64_t stream) {
   with_type(element, [&](auto zero) {
     using T = decltype(zero);
-    const auto chosen = ahead == 1   ? launch<T, 1>
-                        : ahead == 2 ? launch<T, 2>
-                        : ahead == 4 ? launch<T, 4>
-                                     : launch<T, 8>;
-    chosen(x, out, num_elements, threads, most_blocks, pointer<CUstream_st>(stream));
+    const auto chosen = with_ahead(ahead, launch<T, 1>, launch<T, 2>, launch<T, 4>);
+    chosen(x, out, num_elements, threads, pointer<CUstream_st>(stream));
   });
 }
 

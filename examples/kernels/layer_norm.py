@@ -7,7 +7,6 @@ Fused: three. Forward and backward. `python examples/kernels/layer_norm.py`
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -217,8 +216,8 @@ VARIANTS = (
 
 def configurations() -> Iterator[Variant]:
     """What may be chosen otherwise, for rows of 4096 columns."""
-    plans = [RowPlan(num_warps=warps, store=store) for warps, store in itertools.product((4, 8, 16), ("", ".cs"))]
-    plans += [RowPlan(num_warps=warps, programs=programs) for warps, programs in ((8, 2), (16, 2))]
+    plans = [RowPlan(num_warps=warps) for warps in (4, 8, 16)]
+    plans += [RowPlan(num_warps=16, store=".cs"), RowPlan(num_warps=8, programs=2), RowPlan(num_warps=16, programs=2)]
     for plan in plans:
         yield Variant(name=f"Triton: {plan}", run=partial(block_triton, plan=plan), passes=3, kind="triton")
 

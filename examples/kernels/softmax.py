@@ -7,7 +7,6 @@ its maximum and its sum together (online softmax), once to write the result. `py
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,25 @@ TOLERANCE = {torch.float32: (3e-6, 1e-10), torch.float16: (5e-4, 6e-8), torch.bf
 
 LONGEST_IN_REGISTERS = 32768
 """columns: 32 warps then hold 32 float32 values a thread; with 64 they would have no registers left"""
+
+
+@triton.jit
+def _softmax(values):
+    """Of each row of a block in registers. A row of nothing but -inf becomes NaN by itself: (-inf) - (-inf)."""
+    grown = tl.exp(values - tl.max(values, axis=1)[:, None])
+    return grown * (1.0 / tl.sum(grown, axis=1)[:, None])
+
+
+@triton.jit
+def _whole_row_kernel(x, out, BLOCK: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr):
+    """A row of exactly BLOCK columns a program. Without masks and loop each value needs its register and little else.
+
+    Three rows of 16384 then fit the registers of a multiprocessor (16 warps, 40 registers a thread), not two.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK  # one 64-bit address; what is added to it stays in 32 bits
+    columns = tl.arange(0, BLOCK)[None, :]
+    values = tl.load(x + row + columns, eviction_policy=LOAD).to(tl.float32)
+    tl.store(out + row + columns, _softmax(values).to(out.dtype.element_ty), cache_modifier=STORE)
 
 
 @triton.jit
@@ -52,9 +70,7 @@ def _row_kernel(
         inside = (rows < num_rows) & (columns < num_columns)
         places = rows.to(tl.int64) * num_columns + columns
         values = tl.load(x + places, mask=inside, other=-float("inf"), eviction_policy=LOAD).to(tl.float32)
-        # A row of nothing but -inf becomes NaN by itself, as in PyTorch: (-inf) - (-inf).
-        grown = tl.exp(values - tl.max(values, axis=1)[:, None])
-        share = grown * (1.0 / tl.sum(grown, axis=1)[:, None])
+        share = _softmax(values)
         tl.store(out + places, share.to(out.dtype.element_ty), mask=inside, cache_modifier=STORE)
 
 
@@ -138,10 +154,16 @@ def softmax_triton(x: Tensor, plan: RowPlan | None = None) -> Tensor:
     if plan.tile is not None:
         _long_row_kernel[(num_rows,)](x, out, num_columns, TILE=plan.tile, STORE=plan.store, num_warps=plan.num_warps)
         return out
-    grid = num_programs(triton.cdiv(num_rows, plan.rows), plan.programs, x.device)
     options = {} if plan.registers is None else {"maxnreg": plan.registers}
+    block = triton.next_power_of_2(num_columns)
+    if block == num_columns and plan.rows == 1 and plan.programs is None:
+        _whole_row_kernel[(num_rows,)](
+            x, out, BLOCK=block, LOAD=plan.load, STORE=plan.store, num_warps=plan.num_warps, **options
+        )
+        return out
+    grid = num_programs(triton.cdiv(num_rows, plan.rows), plan.programs, x.device)
     _row_kernel[(grid,)](
-        x, out, num_rows, num_columns, ROWS=plan.rows, BLOCK=triton.next_power_of_2(num_columns), STAGES=plan.stages,
+        x, out, num_rows, num_columns, ROWS=plan.rows, BLOCK=block, STAGES=plan.stages,
         LOAD=plan.load, STORE=plan.store, num_warps=plan.num_warps, **options,
     )  # fmt: skip
     return out
@@ -200,17 +222,11 @@ VARIANTS = (
 
 def configurations() -> Iterator[Variant]:
     """What may be chosen otherwise, for rows of 16384 columns."""
-    hints = (("", ""), ("evict_first", ""), ("evict_first", ".cs"))
-    plans = [
-        RowPlan(num_warps=warps, load=load, store=store)
-        for warps, (load, store) in itertools.product((8, 16, 32), hints)
-    ]
-    for warps, programs, stages, registers in (
-        (16, 2, 1, None), (32, 2, 1, None), (32, 1, 2, None), (16, 1, 2, None), (8, 2, 2, 128), (16, 2, 2, 64),
-        (32, 1, 3, None), (16, 1, 3, None), (8, 1, 3, None),
-    ):  # fmt: skip
-        plans.append(RowPlan(num_warps=warps, programs=programs, stages=stages, registers=registers))
-    plans += [RowPlan(num_warps=warps, tile=tile) for warps, tile in ((8, 4096), (16, 4096), (16, 8192), (32, 16384))]
+    plans = [RowPlan(num_warps=warps) for warps in (8, 16, 32)]
+    plans += [RowPlan(num_warps=8, registers=80), RowPlan(num_warps=16, registers=40)]  # three rows a multiprocessor
+    plans.append(RowPlan(num_warps=32, load="evict_first"))
+    plans += [RowPlan(num_warps=warps, programs=1, stages=3) for warps in (16, 32)]
+    plans += [RowPlan(num_warps=warps, tile=4096) for warps in (8, 16)]
     for plan in plans:
         passes = 2 if plan.tile is None else 3
         yield Variant(name=f"Triton: {plan}", run=partial(softmax_triton, plan=plan), passes=passes, kind="triton")

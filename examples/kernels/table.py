@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from page_table import read_figures, render_markdown
 from torch import Tensor
 from variants import Variant, can_run, compiled, error_of
 
@@ -35,8 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true", help="time every configuration of the Triton and CUDA C++ ones")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (some 10 s for each shape)")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
-    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to this file")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="measure nothing: print what --json wrote there")
     options = parser.parse_args(arguments)
+    if options.markdown is not None:
+        return _print_markdown(options.markdown)
+    if options.json is not None and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+        parser.error(
+            f"--json {options.json}: it is a folder, or its folder is not there; name a file that can be written"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = options.only or list(EXAMPLES)
     print(_conditions(device), flush=True)
@@ -57,16 +65,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any("failed" in row or row["wrong"] for row in rows) else 0
 
 
+def _print_markdown(path: Path) -> int:
+    try:
+        print(render_markdown(read_figures(path)), end="")
+    except (OSError, ValueError) as error:
+        print(f"--markdown: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _conditions(device: torch.device) -> str:
     """The machine and the versions, in one line."""
     triton = importlib.import_module("triton")
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     if device.type != "cuda":
         return f"CPU, {versions}: small shapes, to see that it runs; the figures mean nothing"
-    from perfdoctor.watch.surroundings import read_environment
+    from perfdoctor.bench.result import conditions
 
-    here = read_environment(None, [], 0)
-    return f"{here.gpu}, driver {here.driver}, CUDA {torch.version.cuda}, {versions}"
+    here = conditions(False)
+    return f"{here.device_name}, driver {here.driver}, CUDA {here.cuda}, {versions}"
 
 
 def _compile_sources(chosen: list[str]) -> None:
@@ -140,7 +157,7 @@ def _tune(example: Any, dtype: torch.dtype, device: torch.device, roofs: dict[st
     for row in fastest[:3]:
         print(f"fast: {row['ms']:.3f} ms  {row['variant']}", flush=True)
     if not rows:
-        print("nothing here runs without a GPU (TRITON_INTERPRET=1 runs Triton's)")
+        print("nothing here runs without a GPU" + max(map(_hint, example.configurations()), default=""))
     return rows
 
 

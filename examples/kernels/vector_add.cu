@@ -1,7 +1,7 @@
 // out = x + y, 16 bytes a thread and load.
 //
-// A block takes one tile of blockDim.x * kAhead vectors of each input. All loads of a tile are asked for before the
-// first sum is formed: what is in flight, not the number of threads, fills the memory's pipe.
+// A block takes one tile of blockDim.x * kAhead vectors of each input. A whole tile, and only the last is not, needs no
+// comparison: all loads are in flight before the first sum is formed. What is in flight fills the memory's pipe.
 #include <pybind11/pybind11.h>
 
 #include "vectors.cuh"
@@ -20,23 +20,25 @@ template <typename T, int kAhead>
 __global__ void add_kernel(const T* x, const T* y, T* out, int64_t num_elements) {
   constexpr int kSize = Vector<T>::kSize;
   const int64_t num_vectors = num_elements / kSize;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x * kAhead + threadIdx.x;
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * blockDim.x * kAhead, first = tile + threadIdx.x;
   const auto* from_x = reinterpret_cast<const Vector<T>*>(x) + first;
   const auto* from_y = reinterpret_cast<const Vector<T>*>(y) + first;
   auto* to = reinterpret_cast<Vector<T>*>(out) + first;
-  Vector<T> left[kAhead], right[kAhead];
+  if (tile + static_cast<int64_t>(blockDim.x) * kAhead <= num_vectors) {
+    Vector<T> left[kAhead], right[kAhead];
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    const int64_t step = static_cast<int64_t>(i) * blockDim.x;
-    if (first + step < num_vectors) left[i] = load_vector(from_x + step), right[i] = load_vector(from_y + step);
-  }
+    for (int i = 0; i < kAhead; ++i) {
+      left[i] = load_vector(from_x + i * blockDim.x);
+      right[i] = load_vector(from_y + i * blockDim.x);
+    }
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    const int64_t step = static_cast<int64_t>(i) * blockDim.x;
-    if (first + step < num_vectors) store_vector(to + step, sum(left[i], right[i]));
+    for (int i = 0; i < kAhead; ++i) store_vector(to + i * blockDim.x, sum(left[i], right[i]));
+    return;
   }
+  for (int64_t i = 0; first + i < num_vectors; i += blockDim.x)
+    store_vector(to + i, sum(load_vector(from_x + i), load_vector(from_y + i)));
   const int64_t tail = num_vectors * kSize + threadIdx.x;  // fewer than 16 bytes are left over
-  if (blockIdx.x == 0 && tail < num_elements) out[tail] = rounded<T>(widened(x[tail]) + widened(y[tail]));
+  if (tail < num_elements) out[tail] = rounded<T>(widened(x[tail]) + widened(y[tail]));
 }
 
 // Views that start off a 16-byte boundary: one element a thread.
@@ -60,7 +62,7 @@ void add(int64_t x, int64_t y, int64_t out, int64_t num_elements, int element, i
          int64_t stream) {
   with_type(element, [&](auto zero) {
     using T = decltype(zero);
-    const auto chosen = ahead == 1 ? launch<T, 1> : ahead == 2 ? launch<T, 2> : launch<T, 4>;
+    const auto chosen = with_ahead(ahead, launch<T, 1>, launch<T, 2>, launch<T, 4>);
     chosen(x, y, out, num_elements, threads, pointer<CUstream_st>(stream));
   });
 }

@@ -47,7 +47,7 @@ def run_matmul(device: str, *, small: bool, dims: Sequence[int] | None = None) -
                 kept, [row.measurement.median_ns for row in found], tolerance=_CUBIC_TOLERANCE
             )
             rows += found
-        notes += [_cubic_note(dtype, facts[f"cubic_from_dim_{dtype}"]) for dtype in dtypes]
+        notes += [_cubic_note(dtype, facts[f"cubic_from_dim_{dtype}"], len(kept)) for dtype in dtypes]
         if device == "cuda":
             compared, until, note = _against_cpu([dim for dim in kept if dim <= _CPU_LIMIT_DIM])
             facts["cpu_wins_until_dim"] = until
@@ -126,7 +126,9 @@ def _against_cpu(dims: Sequence[int]) -> tuple[list[BenchRow], int | None, str]:
     return rows, until, f"the CPU still wins up to dim {until} (float32, wall time, matrices already in place)"
 
 
-def _cubic_note(dtype: str, onset: int | None) -> str:
+def _cubic_note(dtype: str, onset: int | None, num_dims: int) -> str:
+    if num_dims < 2:
+        return f"{dtype}: one dim alone does not tell how the time grows"
     if onset is None:
         return f"{dtype}: the time does not grow as dim^3 yet; larger dims would show where it starts"
     return f"{dtype}: from dim {onset} on the time grows as dim^3"

@@ -13,6 +13,7 @@ from typing import Any
 
 from perfdoctor.bench.timing import settle
 from perfdoctor.errors import UsageError
+from perfdoctor.record import crossings
 from perfdoctor.units import format_count, format_duration, format_share
 from perfdoctor.watch.profile import profiler_running
 
@@ -56,6 +57,8 @@ class ProfileTable:
             share = format_share(op.self_ns / self.total_ns if self.total_ns else 0.0)
             calls = f"{format_count(op.num_calls / self.num_runs)} x"
             lines.append(f"  {_short(op.name):<{width}}  {format_duration(op.self_ns):>8}  {share:>6}  {calls:>7}")
+        if not self.ops:
+            lines.append("  no op of torch was called, and nothing ran on a GPU")
         return "\n".join(lines)
 
     def collapsed_stacks(self) -> str:
@@ -83,7 +86,8 @@ def profile_table(
     """Run `fn` under torch.profiler: its ops by the GPU's time, or by the CPU's where nothing ran on a GPU.
 
     Nothing is synchronised between the runs. The profiler makes the host slower, so CPU times are too long; the order
-    and the shares are what to read.
+    and the shares are what to read. Ops of all threads count (older versions of torch
+    see those of the caller's thread and of backward's alone).
 
     Args:
         with_stack: True keeps the Python stacks; a path also writes them there as collapsed stacks, for a flame graph.
@@ -91,14 +95,14 @@ def profile_table(
         top: how many ops are kept, the most expensive.
 
     Raises:
-        UsageError: another torch.profiler is running, or a count below 1.
+        UsageError: nothing to call, a count below 1, a path that no file can have, or another torch.profiler, running
+            already or started by `fn`.
         OSError: the file cannot be written.
     """
-    if top < 1 or runs < 1 or warmup < 0:
-        raise UsageError(f"profile {name!r}: top={top}, runs={runs}, warmup={warmup}; top and runs are 1 or more")
+    _check(name, fn, with_stack, top=top, runs=runs, warmup=warmup)
     if profiler_running():
         raise UsageError(f"profile {name!r}: another torch.profiler is running, and it serves one; stop it first")
-    events = _record(fn, runs, warmup, with_stack is not False)
+    events = _record(name, fn, runs, warmup, with_stack is not False)
     on_gpu = any(_device_ns(event) > 0 for event in events)
     ops = _ops(events, on_gpu, runs)
     stacks = _stacks(events, on_gpu) if with_stack is not False else ()
@@ -115,7 +119,29 @@ def profile_table(
     return table
 
 
-def _record(fn: Callable[[], object], runs: int, warmup: int, with_stack: bool) -> list[Any]:
+def _check(name: str, fn: object, with_stack: object, **counts: object) -> None:
+    """Complain before the work, not after it."""
+    if not callable(fn):
+        raise UsageError(
+            f"profile {name!r}: {fn!r} cannot be called; give a function without arguments, as lambda: f(x)"
+        )
+    for option, value in counts.items():
+        least = 0 if option == "warmup" else 1
+        if not isinstance(value, int) or value < least:
+            raise UsageError(f"profile {name!r}: {option}={value!r}; give a whole number from {least} up")
+    if isinstance(with_stack, bool):
+        return
+    if not isinstance(with_stack, (str, os.PathLike)):
+        raise UsageError(f"profile {name!r}: with_stack={with_stack!r}; give True, False or the path of a file")
+    path = Path(with_stack)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(
+            f"profile {name!r}: with_stack={os.fspath(with_stack)!r} is a folder, or its folder is not there; name a "
+            "file that can be written"
+        )
+
+
+def _record(name: str, fn: Callable[[], object], runs: int, warmup: int, with_stack: bool) -> list[Any]:
     """The events, read at once: a later profiler run damages an earlier one's results (torch 2.11)."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -124,17 +150,32 @@ def _record(fn: Callable[[], object], runs: int, warmup: int, with_stack: bool) 
         fn()
     settle()
     activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not crossings.is_emulated():
         activities.append(ProfilerActivity.CUDA)
-    # Without verbose=True, Python stacks stay in the trace and do not reach the events.
-    config = torch._C._profiler._ExperimentalConfig(verbose=True) if with_stack else None
+    config = _all_threads(with_stack)
     with warnings.catch_warnings():  # torch warns about cycles, of which there is one
         warnings.simplefilter("ignore")
         with profile(activities=activities, with_stack=with_stack, experimental_config=config) as recording:
             for _ in range(runs):
                 _call(fn)
             settle()
+            lasted = profiler_running()
+        if not lasted:
+            raise UsageError(
+                f"profile {name!r}: fn runs a torch.profiler of its own, which ended this one; take it out"
+            )
         return list(recording.events() or ())
+
+
+def _all_threads(with_stack: bool) -> Any:
+    """Ops of threads that `fn` starts too. Without verbose=True, Python stacks do not reach the events."""
+    import torch
+
+    config: Any = torch._C._profiler._ExperimentalConfig
+    try:
+        return config(verbose=with_stack, profile_all_threads=True)
+    except TypeError:  # older torch
+        return config(verbose=with_stack)
 
 
 def _call(fn: Callable[[], object]) -> None:

@@ -81,13 +81,20 @@ def render_roofline(results: Sequence[BenchResult], roofs: Roofs, where: Conditi
         f'aria-label="Roofline of {escape(where.device_name, quote=True)}"><style>{_STYLE}</style>'
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         _text(_FRAME.left, 26, f"Roofline of {where.device_name}", "title"),
-        _text(_FRAME.left, 46, f"measured in one run, torch {where.torch}; both axes logarithmic", "faint"),
+        _text(_FRAME.left, 46, _conditions_line(where), "faint"),
         *_axes(scales),
         *_roof_lines(scales, bandwidth, roofs.flops_per_s, colours),
         *_points(scales, rows, colours, _roof_boxes(scales, bandwidth, roofs.flops_per_s)),
         "</svg>\n",
     ]
     return "\n".join(parts)
+
+
+def _conditions_line(where: Conditions) -> str:
+    parts = [f"measured in one run, torch {where.torch}"]
+    if where.driver and where.device == "cuda":
+        parts.append(f"driver {where.driver}")
+    return ", ".join(parts) + ("; small sizes" if where.small else "") + "; both axes logarithmic"
 
 
 def fit_scales(rows: Sequence[BenchRow], bandwidth: float, peaks: Iterable[float]) -> Scales:

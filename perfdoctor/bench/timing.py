@@ -5,19 +5,28 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from perfdoctor.bench.measurement import Measurement, measure
 from perfdoctor.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _MIN_REPEATS = 5
 _L2_ERASED = 4  # times the L2's size is overwritten: what is read after it comes from memory
 _HOST_ERASED_BYTES = 1 << 26
 _MAX_AHEAD_NS = 20e6
 _CYCLES_PER_NS = 2.0  # of a GPU's clock, about: only how far the host gets ahead hangs on it
+_IDLE_NS = 5_000  # between two events with nothing, or one tiny kernel, between them
+_HOST_WORK_NS = 100_000  # a host that is busy for this long and leaves the GPU idle does the work itself
 
 
 def benchmark(
@@ -26,7 +35,7 @@ def benchmark(
     *,
     bytes_moved: float | None = None,
     num_flops: float | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     repeats: int = 30,
     warmup: int = 3,
     budget_s: float = 2.0,
@@ -36,32 +45,40 @@ def benchmark(
     """The times of `fn()`: warmed up, synchronised at the edges only, never between calls.
 
     On a GPU each time is from the CUDA event before a call to the one after it, on the current stream. The device is
-    kept busy while the host gets ahead, so a short kernel is timed and not its launch; a call whose launches keep the
-    host longer than the device is timed as such (`graph_calls` takes the host out). On the CPU it is the host's clock.
+    kept busy while the host gets ahead, so a short kernel is timed and not its launch. Where all repeats would keep the
+    host for more than 20 ms it does not get ahead, and a call whose launches take longer than its kernels is timed as
+    such (`graph_calls` takes the host out). On the CPU it is the host's clock.
 
     Args:
         bytes_moved, num_flops: of one call; they give `bytes_per_s` and `flops_per_s`.
-        device: "cuda" or "cpu"; by default that of the tensor which `fn` returns, else the GPU where there is one.
+        device: "cuda", "cuda:1" or "cpu"; by default that of the first tensor which `fn` returns, in lists, tuples and
+            dicts too. Without a tensor it is the GPU where there is one, unless `fn` leaves that idle.
         repeats: how many times, fewer (at least 5) where they would take longer than `budget_s` seconds.
         warmup: calls before the first that counts, at least one.
         flush_l2: overwrite the L2 cache before each call (64 MB on the CPU), outside of the time.
         graph_calls: time the replay of a CUDA graph of so many calls, per call. Needs a GPU.
 
     Raises:
-        UsageError: nothing to repeat, a graph without a GPU, or `flush_l2` with several calls in a graph.
+        UsageError: nothing to call or to repeat, a figure or a device that is none, a graph without a GPU, or
+            `flush_l2` with several calls in a graph.
     """
-    _check(name, repeats, warmup, flush_l2, graph_calls)
-    kind = device.split(":")[0] if device else _device_of(fn())
+    _check_call(name, fn, repeats, warmup, flush_l2, graph_calls)
+    _check_figures(name, bytes_moved=bytes_moved, num_flops=num_flops, budget_s=budget_s)
+    found = None if device is None else _checked_device(name, device)
+    if found is None:
+        found = _device_of(name, fn())
+    kind, index = found or _guess()
     if graph_calls and kind != "cuda":
         raise UsageError(f"benchmark {name!r}: graph_calls needs a GPU; leave it out on the {kind}")
-    run = graph_of(fn, graph_calls) if graph_calls else fn
-    enqueue_ns, whole_ns = _warm_up(run, warmup, kind)
-    repeats = min(repeats, max(_MIN_REPEATS, int(budget_s * 1e9 / max(whole_ns, 1.0))))
-    erase = _eraser(kind) if flush_l2 else _nothing
-    if kind == "cuda":
-        times = _event_times(run, repeats, erase, enqueue_ns)
-    else:
-        times = _host_times(run, repeats, erase)
+    with _current(kind, index):
+        run = graph_of(fn, graph_calls) if graph_calls else fn
+        enqueue_ns, whole_ns = _warm_up(run, warmup, kind)
+        affordable = budget_s * 1e9 / max(whole_ns, 1.0)
+        repeats = repeats if affordable >= repeats else min(repeats, max(_MIN_REPEATS, int(affordable)))
+        erase = _eraser(kind) if flush_l2 else _nothing
+        times = _event_times(run, repeats, erase, enqueue_ns) if kind == "cuda" else _host_times(run, repeats, erase)
+        if kind == "cuda" and found is None and leaves_idle(times, enqueue_ns):
+            times = _host_times(run, repeats, _eraser("cpu") if flush_l2 else _nothing)
     per_call = max(graph_calls, 1)
     return Measurement(
         name=name, times_ns=tuple(ns / per_call for ns in times), bytes_moved=bytes_moved, num_flops=num_flops
@@ -101,25 +118,84 @@ def graph_of(fn: Callable[[], object], num_calls: int) -> Callable[[], object]:
     return lambda: (replay(), kept)[0]
 
 
-def _check(name: str, repeats: int, warmup: int, flush_l2: bool, graph_calls: int) -> None:
-    if repeats < 1 or warmup < 0 or graph_calls < 0:
+def leaves_idle(times_ns: list[float], enqueue_ns: float) -> bool:
+    """Whether a call that keeps the host so long gave the GPU nothing to speak of: its work is the host's."""
+    return enqueue_ns > _HOST_WORK_NS and float(np.median(times_ns)) < _IDLE_NS
+
+
+def _check_call(
+    name: str, fn: object, repeats: object, warmup: object, flush_l2: bool, graph_calls: object
+) -> None:  # fmt: skip
+    if not callable(fn):
         raise UsageError(
-            f"benchmark {name!r}: repeats={repeats}, warmup={warmup}, graph_calls={graph_calls}; repeats is 1 or more, "
-            "the others 0 or more"
+            f"benchmark {name!r}: {fn!r} cannot be called; give a function without arguments, as lambda: f(x)"
         )
-    if flush_l2 and graph_calls > 1:
+    for option, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("graph_calls", graph_calls, 0)):
+        if not isinstance(value, (int, np.integer)) or value < least:
+            raise UsageError(f"benchmark {name!r}: {option}={value!r}; give a whole number from {least} up")
+    if flush_l2 and isinstance(graph_calls, int) and graph_calls > 1:
         raise UsageError(f"benchmark {name!r}: flush_l2 reaches only the first call of a graph; use graph_calls=1")
 
 
-def _device_of(result: object) -> str:
-    """Where work is done that gives this: the device of its first tensor."""
+def _check_figures(name: str, **figures: object) -> None:
+    for option, value in figures.items():
+        if value is None:
+            continue
+        number = isinstance(value, (int, float, np.number)) and not math.isnan(value)
+        if not number or value < 0 or (math.isinf(value) and option != "budget_s"):  # type: ignore[operator,arg-type]
+            raise UsageError(f"benchmark {name!r}: {option}={value!r}; give a number from 0 up")
+
+
+def _checked_device(name: str, device: str | torch.device) -> tuple[str, int | None]:
+    """Its type and index."""
     import torch
 
-    parts: Iterable[Any] = result if isinstance(result, (tuple, list)) else (result,)
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            return part.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f'benchmark {name!r}: {device!r} is no device; it is "cuda", "cuda:1" or "cpu"') from error
+    if found.type not in ("cuda", "cpu"):
+        raise UsageError(f"benchmark {name!r}: a call on {found} cannot be timed; it is done for cuda and cpu")
+    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+        raise UsageError(
+            f"benchmark {name!r}: there is no {found} here, {torch.cuda.device_count()} GPUs are seen; leave `device` "
+            "out, or look at CUDA_VISIBLE_DEVICES and the driver"
+        )
+    return found.type, found.index
+
+
+def _device_of(name: str, result: object) -> tuple[str, int | None] | None:
+    """Where work is done that gives this: the device of its first tensor; None without one."""
+    for tensor in _tensors(result):
+        if tensor.device.type == "meta":
+            return "cpu", None
+        return _checked_device(name, tensor.device)
+    return None
+
+
+def _guess() -> tuple[str, int | None]:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu"), None
+
+
+def _tensors(result: object) -> Iterator[torch.Tensor]:
+    import torch
+
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list, Mapping)):
+        for part in result.values() if isinstance(result, Mapping) else result:
+            yield from _tensors(part)
+
+
+def _current(kind: str, index: int | None) -> Any:
+    """Events, graph and waiting are the current device's: another one is made current meanwhile."""
+    import torch
+
+    if kind != "cuda" or index is None or index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(index)
 
 
 def _warm_up(run: Callable[[], object], warmup: int, kind: str) -> tuple[float, float]:
@@ -141,9 +217,10 @@ def _event_times(
     import torch
 
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
-    ahead_ns = min(repeats * (enqueue_ns + 10_000), _MAX_AHEAD_NS)  # two events and the eraser are about 10 us
+    ahead_ns = repeats * (enqueue_ns + 10_000)  # two events and the eraser are about 10 us
     settle()
-    torch.cuda._sleep(int(ahead_ns * _CYCLES_PER_NS))  # type: ignore[no-untyped-call]
+    if ahead_ns <= _MAX_AHEAD_NS:  # ahead of all calls or of none: the times of some would be those of another thing
+        torch.cuda._sleep(int(ahead_ns * _CYCLES_PER_NS))  # type: ignore[no-untyped-call]
     for start, end in pairs:
         erase()
         start.record()

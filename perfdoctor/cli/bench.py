@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -34,6 +35,8 @@ def execute(argv: Sequence[str]) -> Outcome:
     chosen = _checked(options.verbs)
     check_output(options.output)
     check_output(options.picture)
+    if options.picture and options.output and os.path.realpath(options.picture) == os.path.realpath(options.output):
+        raise UsageError(f"-o and --picture are both {options.output}; name two files")
     if options.dims is not None and "matmul" not in chosen:
         raise UsageError(f"--dims is for matmul, and only {', '.join(chosen)} is to run")
     if options.picture and not {"matmul", "bandwidth"} <= set(chosen):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import perfdoctor
 from perfdoctor.bench.profile_table import ProfiledOp, ProfileTable, profile_table
 from perfdoctor.errors import UsageError
 
@@ -102,8 +105,65 @@ def test_the_profiler_is_stopped_when_the_function_fails() -> None:
     assert profile_table("sum", lambda: _LEFT.sum()).ops
 
 
-@pytest.mark.parametrize("options", [{"top": 0}, {"runs": 0}, {"warmup": -1}])
-def test_counts_below_one_are_refused(options: dict[str, int]) -> None:
+def test_ops_of_threads_that_the_function_starts_count() -> None:
+    if "profile_all_threads" not in str(torch._C._profiler._ExperimentalConfig.__init__.__doc__):
+        pytest.skip("this torch profiles one thread at a time")
+
+    def run() -> None:
+        threads = [threading.Thread(target=inner_product) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    table = profile_table("threads", run, runs=2, top=50)
+    assert {op.name: op.num_calls for op in table.ops}["aten::mm"] == 3 * 2
+
+
+def test_a_function_without_ops_says_so() -> None:
+    table = profile_table("nothing", lambda: None)
+    assert table.ops == ()
+    assert str(table).splitlines()[1:] == ["  no op of torch was called, and nothing ran on a GPU"]
+
+
+def test_a_function_that_profiles_itself_is_refused() -> None:
+    def run() -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+            _LEFT.sum()
+
+    with pytest.raises(UsageError, match=r"a torch\.profiler of its own"):
+        profile_table("inner", run)
+    with pytest.raises(UsageError, match=r"'inner': another torch\.profiler is running"):
+        profile_table("outer", lambda: profile_table("inner", outer_sum), warmup=0)
+    assert profile_table("sum", lambda: _LEFT.sum()).ops
+
+
+@pytest.mark.parametrize("where", ["", "nowhere/stacks", 3, None])
+def test_a_file_that_cannot_be_is_refused_before_the_work(where: Any, tmp_path: Path) -> None:
+    calls: list[int] = []
+    path = tmp_path / where if isinstance(where, str) else where
+    with pytest.raises(UsageError, match="with_stack="):
+        profile_table("sum", lambda: calls.append(1), with_stack=path)
+    assert calls == []
+
+
+def test_on_the_emulated_device_the_profiler_stays_on_the_cpu(capfd: pytest.CaptureFixture[str]) -> None:
+    with perfdoctor.emulate_cuda():
+        left = torch.ones(8, 8, device="cuda")
+        table = profile_table("product", lambda: left @ left, top=50)
+    assert table.timed_on == "CPU"
+    assert "aten::mm" in {op.name for op in table.ops}
+    assert "Failed to record CUDA event" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fn", [3, None, "x"])
+def test_what_cannot_be_called_is_named(fn: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        profile_table("x", fn)
+
+
+@pytest.mark.parametrize("options", [{"top": 0}, {"runs": 0}, {"warmup": -1}, {"top": 2.5}, {"runs": "3"}])
+def test_counts_below_one_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         profile_table("sum", lambda: _LEFT.sum(), **options)
 

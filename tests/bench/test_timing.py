@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import perfdoctor
 from perfdoctor.bench.measurement import Measurement
-from perfdoctor.bench.timing import benchmark, graph_of, wall_time
+from perfdoctor.bench.timing import benchmark, graph_of, leaves_idle, wall_time
 from perfdoctor.errors import UsageError
 
 
@@ -54,11 +55,50 @@ def test_an_error_of_the_function_comes_through() -> None:
         ({"warmup": -1}, "warmup=-1"),
         ({"flush_l2": True, "graph_calls": 2}, "flush_l2 reaches only the first call"),
         ({"device": "cpu", "graph_calls": 1}, "graph_calls needs a GPU"),
+        ({"repeats": 2.5}, "repeats=2.5; give a whole number from 1 up"),
+        ({"warmup": "3"}, "warmup='3'; give a whole number from 0 up"),
+        ({"num_flops": -1}, "num_flops=-1; give a number from 0 up"),
+        ({"num_flops": math.nan}, "num_flops=nan"),
+        ({"bytes_moved": math.inf}, "bytes_moved=inf"),
+        ({"bytes_moved": "5"}, "bytes_moved='5'"),
+        ({"budget_s": math.nan}, "budget_s=nan"),
+        ({"budget_s": -1.0}, "budget_s=-1.0"),
+        ({"device": "gpu"}, "'gpu' is no device"),
+        ({"device": 1.5}, "1.5 is no device"),
+        ({"device": "mps"}, "mps cannot be timed"),
+        ({"device": "cuda:99"}, "there is no cuda:99 here"),
     ],
 )
 def test_wrong_use_names_the_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         benchmark("x", lambda: None, **options)
+
+
+@pytest.mark.parametrize("fn", [3, None, "x"])
+def test_what_cannot_be_called_is_named(fn: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        benchmark("x", fn)
+
+
+def test_a_budget_without_end_is_no_limit() -> None:
+    assert len(benchmark("x", lambda: None, device=torch.device("cpu"), repeats=40, budget_s=math.inf).times_ns) == 40
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"loss": x}, lambda x: [("name", x)], lambda x: (1, {"a": [x]})])
+def test_the_device_is_that_of_the_first_tensor_however_deep(wrap: Any) -> None:
+    """On the emulated device events are made for a GPU's tensor, and none for the CPU's."""
+    with perfdoctor.emulate_cuda():
+        ours, theirs = wrap(torch.ones(2, device="cuda")), wrap(torch.ones(2))
+        for result, syncs in ((ours, 4.0), (theirs, 0.0)):
+            with perfdoctor.sync_guard(budget=100) as guard:
+                benchmark("x", lambda result=result: result, repeats=5)
+            assert guard.syncs_per_step == syncs
+
+
+def test_whose_work_it_is_where_the_gpu_stays_idle() -> None:
+    assert leaves_idle([1_500.0] * 5, 2e6)  # the host is busy for 2 ms, the GPU for a microsecond
+    assert not leaves_idle([1_500.0] * 5, 20_000.0)  # a small kernel and its launch
+    assert not leaves_idle([400_000.0] * 5, 2e6)  # many launches
 
 
 def test_wall_time_divides_by_what_a_run_does() -> None:
@@ -123,3 +163,19 @@ def test_a_replay_keeps_what_the_calls_returned() -> None:
     replay()
     torch.cuda.synchronize()
     assert float(block.sum()) == 4.0
+
+
+@pytest.mark.gpu
+def test_work_of_the_host_is_timed_on_the_host() -> None:
+    numbers = list(range(5_000, 0, -1))
+    found = benchmark("sort", lambda: sorted(numbers, key=str)[:0])  # no tensor, nothing on the GPU: about 1 ms
+    assert found.median_ns > 1e5
+
+
+@pytest.mark.gpu
+def test_another_gpu_is_timed_on_its_own_stream() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    block = torch.ones(1 << 28, device="cuda:1")  # 1 GB: no GPU reads it in less than 0.1 ms
+    assert benchmark("sum", block.sum).median_ns > 1e5
+    assert torch.cuda.current_device() == 0

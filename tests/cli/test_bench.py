@@ -43,6 +43,12 @@ def test_text_and_picture(tmp_path: Path) -> None:
     assert outcome.messages == (f"wrote {picture}",)
 
 
+def test_one_dim_does_not_tell_a_law() -> None:
+    text = execute(["matmul", "--small", "--dims", "16"]).text
+    assert "float32: one dim alone does not tell how the time grows" in text
+    assert "does not grow as dim^3" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,6 +62,7 @@ def test_text_and_picture(tmp_path: Path) -> None:
         (["launch", "--picture", "roof.svg"], "the roofs come from matmul and bandwidth"),
         (["launch", "-o", "no/such/folder/b.json"], "the folder no/such/folder is not there"),
         (["--format", "html"], "invalid choice"),
+        (["matmul", "bandwidth", "-o", "roof.svg", "--picture", "./roof.svg"], "-o and --picture are both roof.svg"),
     ],
 )
 def test_bad_input_is_named_before_the_work(arguments: list[str], message: str) -> None:

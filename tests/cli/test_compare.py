@@ -103,6 +103,21 @@ def test_captures_and_traces_are_read(trace: Path, tmp_path: Path) -> None:
     assert execute([str(trace), str(trace)]).text.startswith("No difference")
 
 
+def test_one_slow_step_is_no_other_batch_size(trace: Path, tmp_path: Path) -> None:
+    """The rate is of the mean step, which one checkpoint doubles; the median stays: together they tell no size."""
+    ones = np.ones(20, np.int64)
+    paths = []
+    for name, last_ms, size in (("a", 10, 8), ("b", 210, 8), ("c", 10, 16)):
+        steps = np.full(20, 10, np.int64) * 1_000_000
+        steps[-1] = last_ms * 1_000_000
+        bare = Bare(step_ns=steps, data_ns=0 * ones, samples=size * ones, micro_batches=ones)
+        replace(perfdoctor.load_capture(trace), bare=bare).save(tmp_path / name)
+        (tmp_path / f"{name}.json").write_text(perfdoctor.analyze(tmp_path / name).to_json())
+        paths += [str(tmp_path / f"{name}.json")]
+    assert "samples before" not in execute([paths[0], paths[1]]).text
+    assert "of 8 samples before, of 16 after" in " ".join(execute([paths[0], paths[2]]).text.split())
+
+
 def test_github_commands_are_one_line_each(report: Callable[..., str]) -> None:
     slow = report("slow.json", _step(median_ms=13.0, low_ms=12.9, high_ms=13.1, num_steps=50))
     lines = execute([report("a.json"), slow, "--format", "github"]).text.splitlines()
@@ -118,6 +133,10 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "a window": (_step(num_steps=0), UsageError, "no step was timed"),
     "zero": (_step(median_ms=0), UsageError, "0 ms"),
     "text for a number": (_step(median_ms="fast"), BrokenTraceError, "mistypes"),
+    "no number": (_step(low_ms=float("nan")), BrokenTraceError, "NaN is no number"),
+    "beyond all time": (_step(high_ms=1e300), UsageError, "1e.300 ms"),
+    "text for a rate": (lambda d: d["verdict"].update(samples_per_s="x"), BrokenTraceError, "mistypes"),
+    "text for a count": (lambda d: d["verdict"].update(micro_batches="x"), BrokenTraceError, "mistypes"),
     "no findings": (lambda d: d.pop("findings"), BrokenTraceError, "findings"),
     "findings of another form": (lambda d: d.update(findings=["x"]), BrokenTraceError, "lacks or mistypes"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kernels"
-SHARED = ("variants", "tiling", "table", "vector_add", "gelu", "softmax", "layer_norm", "tensor_sums")
+SHARED = ("variants", "tiling", "page_table", "table", "vector_add", "gelu", "softmax", "layer_norm", "tensor_sums")
 
 
 @pytest.fixture(scope="session", autouse=True)

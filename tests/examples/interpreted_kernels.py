@@ -68,13 +68,13 @@ def test_gelu_where_it_is_flat_and_beyond() -> None:
     assert variant.run(torch.tensor([-torch.inf])).isnan().all()  # 0.5 * -inf * (1 + -1), as in PyTorch
 
 
-def softmax_rows() -> Tensor:
+def softmax_rows(columns: int = 300) -> Tensor:
     """Rows with masked places, all masked, with both infinities and with a NaN."""
-    rows = torch.randn(7, 300)
+    rows = torch.randn(7, columns)
     rows[0, ::2] = -torch.inf
     rows[1] = -torch.inf
     rows[2, 5] = torch.inf
-    rows[3, :299] = -torch.inf
+    rows[3, : columns - 1] = -torch.inf
     rows[4, 7] = torch.nan
     rows[5] = -torch.inf
     rows[5, 150] = torch.nan
@@ -92,6 +92,21 @@ def test_softmax_of_masked_rows() -> None:
         found = triton_variant("softmax")[1].run(rows, plan=plan)
         assert found[1].isnan().all()
         assert found[3].tolist() == [0.0] * 299 + [1.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [256, 2048, 4096])
+def test_softmax_of_rows_that_fill_their_block(columns: int, dtype: torch.dtype) -> None:
+    """A power of two of columns: without masks from 2048 on, several rows a program below."""
+    from softmax import RowPlan
+
+    torch.manual_seed(3)
+    rows = softmax_rows(columns).to(dtype)
+    for plan in (None, RowPlan(num_warps=4, registers=40), RowPlan(num_warps=4, programs=1, stages=3)):
+        assert error("softmax", (rows,), plan=plan) <= 1, plan
+    found = triton_variant("softmax")[1].run(rows)
+    assert found[1].isnan().all()
+    assert found[3].tolist() == [0.0] * (columns - 1) + [1.0]
 
 
 def test_online_softmax_of_any_length() -> None:

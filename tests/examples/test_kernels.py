@@ -152,6 +152,70 @@ def test_the_benchmark_runs_small_on_the_cpu(tmp_path: Path, capsys: pytest.Capt
     assert "needs a GPU" in capsys.readouterr().out
 
 
+def figures(**more: Any) -> dict[str, Any]:
+    """Of a kernel that moves 2 GB in half a millisecond, 4 TB/s, under a roof of 5 TB/s."""
+    return {
+        "example": "GeLU", "shape": "4 x 4", "dtype": "torch.float32", "variant": "Triton", "ms": 0.5, "spread": 0.01,
+        "moved_bytes": 2_000_000_000, "moved_per_s": 4e12, "useful_per_s": 2e12, "of_roof": 0.8, "error": 0.25,
+        "wrong": False,
+    } | more  # fmt: skip
+
+
+def test_the_page_table_is_made_from_the_written_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from table import main
+
+    failed = {"example": "GeLU", "shape": "4 x 4", "dtype": "torch.float32", "variant": "C++", "failed": "no nvcc"}
+    rows = [figures(), {**failed, "wrong": False}, figures(example="softmax", ms=0.0125, error=math.inf, wrong=True)]
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({"conditions": "a GPU", "roofs": {"copy": 5e12}, "rows": rows}), "utf-8")
+    assert main(["--markdown", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a GPU; roofs: copy 5.00 TB/s.",
+        "",
+        "| kernel | variant | ms | moved | GB/s | of the roof | useful GB/s | error/allowed |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| GeLU, 4 x 4, float32 | Triton | 0.5 | 2 GB | 4000 | 80.0% | 2000 | 0.25 |",
+        "|  | C++ | failed |  |  |  |  |  |",
+        "| softmax, 4 x 4, float32 | Triton | 0.0125 | 2 GB | 4000 | 80.0% | 2000 | inf (wrong) |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "no JSON"), ("[]", "lacks conditions, roofs, rows"), ('{"rows": []}', "lacks conditions, roo")],
+)
+def test_a_file_without_figures_is_named(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from table import main
+
+    file = tmp_path / "other.json"
+    file.write_text(text, "utf-8")
+    assert main(["--markdown", str(file)]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["--markdown", str(tmp_path / "nothing.json")]) == 2
+    assert "nothing.json" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from table import main
+
+    for path in (tmp_path, tmp_path / "nowhere" / "figures.json"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["--json", str(path)])
+        assert stopped.value.code == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert str(path) in said.err
+
+
+def test_the_pages_place_for_the_table_is_there_once() -> None:
+    page = (ROOT / "examples" / "kernels" / "README.md").read_text("utf-8")
+    assert page.count("<!-- KERNELS: begin -->") == page.count("<!-- KERNELS: end -->") == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the large shapes there")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_each_is_a_script_of_its_own(name: str, tmp_path: Path) -> None:
