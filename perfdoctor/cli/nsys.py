@@ -7,6 +7,8 @@ else. Files are NAME.nsys-rep, NAME.sqlite and NAME.sites.json; of several ranks
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, deliver
 from perfdoctor.cli.progress import progress
-from perfdoctor.diagnose import diagnose, diagnose_ranks
+from perfdoctor.diagnose import diagnose_ranks
 from perfdoctor.doors.nsys import NsysRun, record
 from perfdoctor.doors.nsys_command import Options, default_name
 from perfdoctor.errors import UsageError
@@ -67,9 +69,8 @@ def _report(run: NsysRun, words: Sequence[str], options: argparse.Namespace) -> 
             raise UsageError("; ".join(run.messages) or "nothing was recorded")
         return Outcome(text="", exit_code=code, messages=messages)
     with progress("diagnosing"):
-        several = len(run.captures) > 1
-        diagnosis = diagnose_ranks(run.captures) if several else diagnose(run.captures[0])
-        report = Report.of(replace(diagnosis, source=" ".join(words)))
+        diagnosis = diagnose_ranks(run.captures, run.missing)
+        report = Report.of(replace(diagnosis, source=" ".join(words)), run.captures)
     outcome = deliver(report, options)
     return replace(outcome, exit_code=code or outcome.exit_code, messages=(*messages, *outcome.messages))
 
@@ -101,6 +102,8 @@ def _check_name(name: str) -> None:
     folder = Path(name).parent
     if not folder.is_dir():
         raise UsageError(f"--name {name}: the folder {folder} is not there")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--name {name}: the folder {folder.absolute()} is not writable; name the files elsewhere")
     if "%" in name:
         raise UsageError(f"--name {name}: give it without %; of several ranks each gets its number at the end")
 
@@ -113,6 +116,13 @@ def _count(text: str) -> int:
     value = int(text)  # argparse turns the ValueError into a complaint
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least one step is needed")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text}: expected seconds, more than 0")
     return value
 
 
@@ -142,7 +152,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--limit",
-        type=float,
+        type=_seconds,
         default=600.0,
         metavar="S",
         help="seconds that nsys has after the script to write its report (600)",

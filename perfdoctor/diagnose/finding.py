@@ -129,13 +129,13 @@ class Accounting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRow:
-    """One rank of several, for the table."""
+    """One rank of several, for the table. None: not known, because no step or no device work was recorded."""
 
     rank: int
     path: str
-    step_ns: int
-    busy_ratio: float
-    exposed_communication_ns: int
+    step_ns: int | None
+    busy_ratio: float | None
+    exposed_communication_ns: int | None
     note: str = ""
 
 
@@ -152,6 +152,7 @@ class Diagnosis:
     skipped: tuple[Skipped, ...] = ()
     steps_per_s: float | None = None
     samples_per_s: float | None = None
+    samples_per_step: float | None = None
     micro_batches: float | None = None  # a step
     environment: Environment = field(default_factory=Environment)
     notes: tuple[Note, ...] = ()

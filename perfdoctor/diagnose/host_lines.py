@@ -72,10 +72,15 @@ class HostLines:
 
     def busiest(self, number: int = 3) -> str:
         """'model.py:24 31 %, train.py:40 12 %': where the host's time went; '' without samples."""
+        return ", ".join(
+            f"{_short(frame)} {format_share(share)}" for frame, share in list(self.shares().items())[:number]
+        )
+
+    def shares(self) -> dict[Frame, float]:
+        """The share of the host's time in each line of the user's, largest first; empty without samples."""
         rows = self.capture.samples.site.tolist()
         frames: Counter[Frame] = Counter(self.capture.sites[site].frame for site in rows)
-        own = [(frame, count) for frame, count in frames.most_common() if frame.owner == "user"][:number]
-        return ", ".join(f"{_short(frame)} {format_share(count / len(rows))}" for frame, count in own)
+        return {frame: count / len(rows) for frame, count in frames.most_common() if frame.owner == "user"}
 
     def _inside(self, spans: Intervals) -> Ints:
         times = self.capture.samples.time_ns

@@ -9,7 +9,8 @@ import numpy as np
 
 from perfdoctor.diagnose.clock_alignment import Alignment, align, collectives
 from perfdoctor.diagnose.finding import Diagnosis, Finding, RankRow, Severity
-from perfdoctor.record.capture import Capture, Note
+from perfdoctor.diagnose.host_lines import HostLines
+from perfdoctor.record.capture import Capture, Frame, Note
 from perfdoctor.record.timeline import Timeline
 from perfdoctor.units import format_duration, format_ms, format_spread
 
@@ -72,7 +73,8 @@ def combine_ranks(
         rows = [_noted(row, i, rows, waits, late) for i, row in enumerate(rows)]
     remarks = [_page_remark(rows, page, late, judged), *_gaps(rows, missing or {})]
     if late is not None and waits is not None:
-        remarks.append(_why_late(late, rows, judged, waits))
+        line = line_excess(late, captures, rows)
+        remarks.append(_why_late(late, rows, judged, waits, line))
     if alignment is not None:
         remarks.append(_clocks(alignment))
     findings = _said_once(page, rows, judged)
@@ -92,9 +94,10 @@ def _row(position: int, capture: Capture, diagnosis: Diagnosis) -> RankRow:
     return RankRow(
         rank=capture.environment.rank if capture.environment.rank is not None else position,
         path=capture.path,
-        step_ns=diagnosis.step.median_ns if diagnosis.step else 0,
-        busy_ratio=accounting.busy_ns / accounting.window_ns if accounting and accounting.window_ns else 0.0,
-        exposed_communication_ns=accounting.communication_ns if accounting else 0,
+        step_ns=diagnosis.step.median_ns if diagnosis.step else None,
+        busy_ratio=accounting.busy_ns / accounting.window_ns if accounting and accounting.window_ns else None,
+        exposed_communication_ns=accounting.communication_ns if accounting else None,
+        note="" if diagnosis.step else "no step was timed on it",
     )
 
 
@@ -103,14 +106,14 @@ def _late_rank(rows: Sequence[RankRow], waits: Lateness | None) -> int | None:
     if waits is None:
         return None
     latest = waits.latest
-    return latest if waits.held_up_ns[latest] > _LATE_SHARE * max(rows[latest].step_ns, 1) else None
+    return latest if waits.held_up_ns[latest] > _LATE_SHARE * max(rows[latest].step_ns or 0, 1) else None
 
 
 def _noted(row: RankRow, position: int, rows: Sequence[RankRow], waits: Lateness, late: int | None) -> RankRow:
     if position == late:
         return replace(row, note=f"late: holds the others up {format_ms(waits.held_up_ns[position])} a step")
     waited = waits.waited_ns[position]
-    if waited <= _LATE_SHARE * row.step_ns:
+    if waited <= _LATE_SHARE * (row.step_ns or 0):
         return row
     return replace(row, note=f"waits {format_ms(waited)} a step for {_whom(rows, late)}")
 
@@ -123,7 +126,7 @@ def _slowest(rows: Sequence[RankRow], judged: Sequence[Diagnosis]) -> int:
     """The rank with the longest step; without devices, whose ranks step in time, that with the longest waits."""
     if _without_device(judged):
         return max(range(len(rows)), key=lambda i: sum(own_parts(judged[i]).values()))
-    return max(range(len(rows)), key=lambda i: rows[i].step_ns)
+    return max(range(len(rows)), key=lambda i: rows[i].step_ns or 0)
 
 
 def _without_device(judged: Sequence[Diagnosis]) -> bool:
@@ -144,6 +147,10 @@ def _gaps(rows: Sequence[RankRow], missing: Mapping[int, str]) -> list[str]:
     remarks = []
     if len(set(numbers)) < len(numbers):
         remarks.append("Several files say that they are the same rank: one file twice, or files of different runs?")
+    without = [str(row.rank) for row in rows if row.step_ns is None]
+    if 0 < len(without) < len(rows):
+        who = f"rank {without[0]}: it" if len(without) == 1 else f"the ranks {', '.join(without)}: they"
+        remarks.append(f"No step was timed on {who} did not train, or ended before.")
     if missing:
         remarks.append("Without a recording: " + "; ".join(f"rank {r}: {why}" for r, why in sorted(missing.items())))
     return remarks
@@ -180,14 +187,35 @@ def excess(late: int, judged: Sequence[Diagnosis]) -> list[tuple[str, int]]:
     return sorted(((part, ns) for part, ns in more.items() if ns > 0), key=lambda item: -item[1])
 
 
-def _why_late(late: int, rows: Sequence[RankRow], judged: Sequence[Diagnosis], waits: Lateness) -> str:
+def line_excess(late: int, captures: Sequence[Capture], rows: Sequence[RankRow]) -> tuple[Frame, int] | None:
+    """The line of the user's where the late rank's host spends most beyond the mean of the others, and those ns a step.
+
+    From stack samples: None where a rank has none.
+    """
+    spent = [
+        {frame: share * (row.step_ns or 0) for frame, share in HostLines(capture).shares().items()}
+        for capture, row in zip(captures, rows, strict=True)
+    ]
+    others = [each for i, each in enumerate(spent) if i != late]
+    if not all(spent):
+        return None
+    more = {frame: ns - sum(each.get(frame, 0.0) for each in others) / len(others) for frame, ns in spent[late].items()}
+    frame = max(more, key=lambda each: more[each])
+    return frame, round(more[frame])
+
+
+def _why_late(
+    late: int, rows: Sequence[RankRow], judged: Sequence[Diagnosis], waits: Lateness, line: tuple[Frame, int] | None
+) -> str:
     held = waits.held_up_ns[late]
     lead = f"Rank {rows[late].rank} is late to the collectives: the others lose {format_ms(held)} a step to it."
     causes = [(part, ns) for part, ns in excess(late, judged) if ns >= _WHY_SHARE * held][:3]
-    if not causes:
+    parts = [f"{part} {format_ms(ns)}{_at(part, judged[late])}" for part, ns in causes]
+    if line is not None and line[1] >= _WHY_SHARE * held:
+        parts.append(f"{format_ms(line[1])} of its host's time at {line[0]}")
+    if not parts:
         return f"{lead} What it does more than they do could not be told."
-    said = ", ".join(f"{part} {format_ms(ns)}{_at(part, judged[late])}" for part, ns in causes)
-    return f"{lead} What it spends more a step than the others: {said}."
+    return f"{lead} What it spends more a step than the others: {', '.join(parts)}."
 
 
 def _at(code: str, diagnosis: Diagnosis) -> str:

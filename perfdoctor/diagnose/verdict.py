@@ -75,6 +75,7 @@ def diagnose(capture: Capture) -> Diagnosis:
         skipped=tuple(Skipped(check=check, why=why) for check, why in review.skipped),
         steps_per_s=1e9 / step.median_ns if step and step.median_ns and _steps_known(review) else None,
         samples_per_s=_samples_per_s(review, step),
+        samples_per_step=_samples_per_step(review),
         micro_batches=review.steps.micro_batches or None if review.steps else None,
         environment=capture.environment,
         notes=capture.notes,
@@ -163,6 +164,14 @@ def _samples_per_s(review: Review, step: StepTime | None) -> float | None:
     if steps is not None and steps.known and steps.samples >= 0 and step and step.median_ns:
         return steps.samples / step.median_ns * 1e9
     return None
+
+
+def _samples_per_step(review: Review) -> float | None:
+    bare = review.capture.bare
+    if bare is not None and len(bare.samples) and (bare.samples >= 0).all():
+        return float(bare.samples.mean())
+    steps = review.steps
+    return steps.samples if steps is not None and steps.known and steps.samples >= 0 else None
 
 
 def _binding(review: Review, accounting: Accounting | None, findings: Sequence[Finding]) -> Binding:

@@ -24,4 +24,4 @@ def analyze(*paths: str | os.PathLike[str]) -> Report:
     if not paths:
         raise UsageError("analyze() got no file: name a trace (torch.profiler JSON, nsys SQLite or a saved capture)")
     captures = [load_capture(path) for path in paths]
-    return Report.of(diagnose(captures[0]) if len(captures) == 1 else diagnose_ranks(captures))
+    return Report.of(diagnose(captures[0]) if len(captures) == 1 else diagnose_ranks(captures), captures)

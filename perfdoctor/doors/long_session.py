@@ -159,7 +159,7 @@ class LongRun:
             if recorder is self._open or step in self._read or not any(row.complete for row in recorder.rows):
                 continue
             capture = assemble(recorder)
-            report = Report.of(replace(diagnose(capture), source=f"window at step {step}"))
+            report = Report.of(replace(diagnose(capture), source=f"window at step {step}"), (capture,))
             self._read[step] = capture, report
         kept = {step for step, _ in self._closed}
         return [self._read[step] for step in sorted(kept & self._read.keys())]
@@ -220,14 +220,14 @@ class LongSession(Session):
     def diagnosis(self) -> Report:
         """That of the first window, with remarks on the whole run and its other windows."""
         report = super().diagnosis()
-        return replace(report, advice=(*self._long.remarks(), *report.advice))
+        return report.with_advice(*self._long.remarks())
 
     @property
     def windows(self) -> tuple[Report, ...]:
         """A diagnosis of each window, the session's own first. Waits for the device."""
         from perfdoctor.diagnose import diagnose
 
-        first = replace(Report.of(diagnose(self.capture)), source="window at step 0")
+        first = Report.of(replace(diagnose(self.capture), source="window at step 0"), (self.capture,))
         return (first, *self._long.windows)
 
     @property

@@ -7,8 +7,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perfdoctor.doors.nsys_command import RANK, NsysCommand, Options, build_command
@@ -44,6 +44,7 @@ class NsysRun:
     exit_code: int
     interrupted: bool
     messages: tuple[str, ...]
+    missing: Mapping[int, str] = field(default_factory=dict)  # ranks that left nothing, and why
 
 
 def record(
@@ -58,6 +59,7 @@ def record(
         UsageError: nsys is missing, the command cannot be recorded, or its Python lacks a package.
     """
     nsys = find_nsys()
+    _check_words(words)
     options = replace(options, window=options.window and not whole and cuda_is_there())
     command = build_command(words, options, nsys, read_help(nsys))
     environment = _environment()
@@ -68,21 +70,27 @@ def record(
     _clear_sites(command.name)
     before = _stamps(command.name)
     tell(_spelt(command.words))
-    ending = _run(command, environment, before, limit_s)
+    ending = _run(command, environment, before, limit_s, tell)
     found = list(_recordings(command.name, before))
     captures: list[Capture] = []
     messages = list(_complaints(ending, limit_s))
     exit_code = ending.exit_code
     for recording in found:
         capture, code, remarks = _read(recording, nsys, options)
-        captures += [capture] if capture is not None else []
+        if command.python and recording.sites is None:
+            messages.append(_WITHOUT_LINES.format(recording.name))
+        captures += [_of_rank(capture, command.name, recording.name)] if capture is not None else []
         messages += remarks
         exit_code = code if code is not None else exit_code
     messages += _secrets([capture.path for capture in captures if _holds_variables(capture)])
     if not found:
         messages.append(f"nsys left no {command.name}.nsys-rep (it ended with exit code {ending.exit_code})")
     return NsysRun(
-        captures=tuple(captures), exit_code=exit_code, interrupted=ending.interrupted, messages=tuple(messages)
+        captures=tuple(captures),
+        exit_code=exit_code,
+        interrupted=ending.interrupted,
+        messages=tuple(messages),
+        missing=_missing(captures),
     )
 
 
@@ -90,6 +98,15 @@ def _environment() -> dict[str, str]:
     """That of this process, with perfdoctor importable by whatever Python the command names."""
     path = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": str(_ROOT) + (os.pathsep + path if path else "")}
+
+
+def _check_words(words: Sequence[str]) -> None:
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            shown = word.encode("utf-8", "backslashreplace").decode()
+            raise UsageError(f"nsys takes only words in UTF-8, not {shown}: give it another name") from error
 
 
 def _check_files(program: str, script: str) -> None:
@@ -106,7 +123,7 @@ def _check_python(python: Sequence[str], environment: dict[str, str]) -> None:
     try:
         done = subprocess.run(
             (*python, "-c", _MISSING, "perfdoctor", *_NEEDED), env=environment, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL,
+            errors="replace", stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except OSError as error:
         raise UsageError(f"cannot run {python[0]}: {error.strerror or error}") from error
@@ -119,13 +136,19 @@ def _check_python(python: Sequence[str], environment: dict[str, str]) -> None:
         )
 
 
-def _run(command: NsysCommand, environment: dict[str, str], before: dict[Path, int], limit_s: float) -> Ending:
+def _run(
+    command: NsysCommand,
+    environment: dict[str, str],
+    before: dict[Path, int],
+    limit_s: float,
+    tell: Callable[[str], None],
+) -> Ending:
     def ended_at() -> float | None:
         written = [path.stat().st_mtime for path in _fresh(command.name, before) if path.name.endswith(SUFFIX)]
         return max(written, default=None)
 
     try:
-        return run_nsys(command.words, environment, ended_at, limit_s)
+        return run_nsys(command.words, environment, ended_at, limit_s, tell)
     except OSError as error:
         raise UsageError(f"cannot run {command.words[0]}: {error.strerror or error}") from error
 
@@ -203,6 +226,27 @@ def _read(recording: Recording, nsys: str, options: Options) -> tuple[Capture | 
 _NO_RECORDING = Note(
     code="no-recording", text="nsys's recording could not be read here: lines, counts and bare times only"
 )
+
+
+_WITHOUT_LINES = (
+    "the script's process left no {}" + SUFFIX + " (it was killed, or left by os._exit): no lines, no bare step times"
+)
+
+
+def _of_rank(capture: Capture, template: str, name: str) -> Capture:
+    """With the rank that the file's name tells, where the session could not say it."""
+    before, found, after = template.partition(RANK)
+    number = name[len(before) : len(name) - len(after)]
+    if not found or capture.environment.rank is not None or not number.isdigit():
+        return capture
+    return replace(capture, environment=replace(capture.environment, rank=int(number)))
+
+
+def _missing(captures: Sequence[Capture]) -> dict[int, str]:
+    """Ranks of which there is neither a recording nor a sites file."""
+    there = {capture.environment.rank for capture in captures}
+    world_size = max((capture.environment.world_size or 0 for capture in captures), default=0)
+    return {rank: "its process left no recording" for rank in range(world_size) if rank not in there}
 
 
 def _without_report(recording: Recording, options: Options) -> str:

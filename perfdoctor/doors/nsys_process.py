@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ _FOLDERS = (
 _HELP_LIMIT_S = 60
 _EXPORT_LIMIT_S = 1800
 _INTERRUPT_LIMIT_S = 120
+_ONCE_S = 1.0  # `timeout -s INT` sends two at once: that is one wish
+_PATIENCE_S = 3.0
 # By the driver itself: device files are there without a GPU too, once a driver's library has been loaded.
 _COUNT = """
 import ctypes, os, sys
@@ -88,31 +91,53 @@ class Ending:
 
 
 def run_nsys(
-    words: Sequence[str], environment: dict[str, str], ended_at: Callable[[], float | None], limit_s: float
+    words: Sequence[str],
+    environment: dict[str, str],
+    ended_at: Callable[[], float | None],
+    limit_s: float,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Ending:
     """Run the command to its end. `ended_at()` gives the Unix time at which the script ended, None while it runs.
 
     nsys gets `limit_s` after that: 2022.4 sometimes never ends. Ctrl-C goes to the script and to nsys as well, which
-    then writes what it has.
+    then writes what it has; pressed again it ends all of them. `tell` gets what there is to know meanwhile.
     """
-    process = subprocess.Popen(words, env=environment)
-    interrupted = False
-    while True:
-        try:
-            return Ending(exit_code=process.wait(timeout=1.0), interrupted=interrupted)
-        except subprocess.TimeoutExpired:
+    with _interrupts() as asked:
+        process = subprocess.Popen(words, env=environment)
+        told = False
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return Ending(exit_code=process.wait(timeout=1.0), interrupted=bool(asked))
+            if asked and not told and time.monotonic() - asked[0] > _PATIENCE_S:
+                told = True
+                tell(f"interrupted: waiting for process {process.pid} and its script; interrupt again to kill them")
+            if asked and asked[-1] - asked[0] > _ONCE_S:
+                return _ended(process, exit_code=130, interrupted=True)
             ended = ended_at()
-            allowed = _INTERRUPT_LIMIT_S if interrupted else limit_s
+            allowed = _INTERRUPT_LIMIT_S if asked else limit_s
             if ended is not None and time.time() - ended > allowed:
-                _end_nsys(process.pid)
-                process.wait()
-                return Ending(exit_code=1, interrupted=interrupted, hung=True)
-        except KeyboardInterrupt:
-            if interrupted:  # asked twice
-                _end_nsys(process.pid)
-                process.wait()
-                return Ending(exit_code=130, interrupted=True, hung=True)
-            interrupted = True
+                return _ended(process, exit_code=1, interrupted=bool(asked))
+
+
+def _ended(process: subprocess.Popen[bytes], *, exit_code: int, interrupted: bool) -> Ending:
+    _end_nsys(process.pid)
+    process.wait()
+    return Ending(exit_code=exit_code, interrupted=interrupted, hung=True)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[float]]:
+    """The moments (monotonic, in s) at which SIGINT came, in place of a KeyboardInterrupt in the midst of waiting."""
+    asked: list[float] = []
+    ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)  # a job in the background of a shell script
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(time.monotonic()))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_nsys(pid: int) -> None:

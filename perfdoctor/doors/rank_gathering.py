@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from perfdoctor.diagnose import diagnose, diagnose_ranks
 from perfdoctor.diagnose.finding import Diagnosis
-from perfdoctor.errors import CaptureError
+from perfdoctor.errors import CaptureError, UsageError
 from perfdoctor.record.capture import Capture, read_capture
 
 TIMEOUT_S = 60.0
@@ -196,9 +196,14 @@ class RankGroup:
 class Gathering:
     """What a session does about the other ranks: `begin` at its start, `hand_in` at its end, then `diagnosis`."""
 
-    def __init__(self, *, ranks: Sequence[int] = (), timeout_s: float = TIMEOUT_S) -> None:
-        """`ranks`: those that record; all where it is empty."""
-        self._ranks = tuple(ranks)
+    def __init__(self, *, ranks: Sequence[int] | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        """`ranks`: those that record; all where it is None or empty.
+
+        Raises:
+            UsageError: they are no whole numbers from 0 up, or `timeout_s` is no time to wait.
+        """
+        check_ranks(ranks, timeout_s)
+        self._ranks = tuple(ranks or ())
         self._timeout_s = timeout_s
         self._group: RankGroup | None = None
         self._gathered: Gathered | None = None
@@ -231,6 +236,25 @@ class Gathering:
             return diagnose(own)
         return diagnose_ranks(self._gathered.captures, self._gathered.missing)
 
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """What `diagnosis` has gathered, this rank's own among it."""
+        return () if self._gathered is None else self._gathered.captures
+
+
+def check_ranks(ranks: object, timeout_s: object) -> None:
+    """Raise UsageError where `ranks` cannot be ranks, or where waiting for `timeout_s` would have no end."""
+    listed = isinstance(ranks, Sequence) and not isinstance(ranks, str)
+    if ranks is not None and not (listed and all(_is_rank(rank) for rank in cast("Sequence[object]", ranks))):
+        raise UsageError(f"ranks={ranks!r}: expected whole numbers from 0 up in a list, say [0, 3], or None for all")
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not (number and 0 <= cast("float", timeout_s) < float("inf")):
+        raise UsageError(f"a timeout of {timeout_s!r} for the ranks: expected seconds, 0 or more")
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
 
 def is_selected(rank: int, ranks: Sequence[int] | None) -> bool:
     """Whether a rank is to record: all are where `ranks` is None or empty."""
@@ -249,10 +273,16 @@ def join_ranks(
         ranks: those that record; None for all.
         folder: exchange through this folder, which all ranks see, in place of the rendezvous store. A new, empty one.
         timeout_s: how long rank 0 waits at the end.
+
+    Raises:
+        UsageError: no such ranks, or no such time.
     """
+    check_ranks(ranks, timeout_s)
     rank, world_size = rank_of_run()
     if rank is None or world_size < 2:
         return None
+    if unknown := [each for each in ranks or () if each >= world_size]:
+        raise UsageError(f"ranks={list(ranks or ())}: this run has the ranks 0 to {world_size - 1}, no {unknown[0]}")
     exchange = FolderExchange(folder) if folder is not None else _store_exchange(next(_numbers))
     if exchange is None:
         return None

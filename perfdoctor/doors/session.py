@@ -67,7 +67,7 @@ def watch(
         from perfdoctor.doors.long_session import LongSession
 
         session = LongSession(plan, every_n_steps=every_n_steps, hits=hits, profiled=profiled)
-    session.gathering = Gathering(ranks=tuple(ranks or ()), timeout_s=rank_timeout_s)
+    session.gathering = Gathering(ranks=ranks, timeout_s=rank_timeout_s)
     return session
 
 
@@ -219,7 +219,10 @@ class Session:
         if self._live is not None and self._live.measured and _running is not self:
             return Report.of(self._live.outcome().diagnosis)
         gathering = self.gathering
-        return Report.of(diagnose(self.capture) if gathering is None else gathering.diagnosis(self.capture))
+        if gathering is None:
+            return Report.of(diagnose(self.capture), (self.capture,))
+        diagnosis = gathering.diagnosis(self.capture)
+        return Report.of(diagnosis, (self.capture, *gathering.captures))
 
 
 class Batches(Generic[T]):

@@ -7,7 +7,7 @@ what was not measured is null, never 0. The keys at the top:
     perfdoctor      the version that wrote the report
     source          what was read or recorded
     verdict         sentence, binding, step (median_ms, low_ms, high_ms, num_steps, basis; num_steps is 0 where no steps
-                    are known and the whole recording stands for one), steps_per_s, samples_per_s,
+                    are known and the whole recording stands for one), steps_per_s, samples_per_s, samples_per_step,
                     gpu_busy_ratio, micro_batches
     findings        by what would come back, errors first. Each: code, severity (error, cost, minor, info), title, kind,
                     site (file, line, function, owner, text, exact, library, caller) or null, count,
@@ -103,6 +103,7 @@ def _verdict(diagnosis: Diagnosis) -> dict[str, Any]:
         },
         "steps_per_s": diagnosis.steps_per_s,
         "samples_per_s": diagnosis.samples_per_s,
+        "samples_per_step": diagnosis.samples_per_step,
         "gpu_busy_ratio": None if ratio is None else round(ratio, 4),
         "micro_batches": diagnosis.micro_batches,
     }

@@ -97,8 +97,13 @@ def write_step_times(
         first_step: the number of the first.
         watched: (n,) steps to leave out, because a recording slowed them.
         prefix: the first part of the tag, `PREFIX/bare_step_ms`.
+
+    Raises:
+        UsageError: `writer` is none, or `watched` is of other steps.
     """
     _check_writer(writer)
+    if watched is not None and len(watched) != len(step_ns):
+        raise UsageError(f"watched has {len(watched)} entries for {len(step_ns)} steps: give those of one session")
     keep = np.ones(len(step_ns), bool) if watched is None else ~watched
     rows = np.flatnonzero(keep)
     stretch = max(-(-len(rows) // _MOST_POINTS), 1)

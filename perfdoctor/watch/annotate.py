@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
@@ -73,10 +73,20 @@ class annotate:
             self._end()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, each of whose calls is a range."""
+        """`function`, each of whose calls is a range.
+
+        Raises:
+            UsageError: it is no function: a class, say, would no longer be one.
+        """
         name = self._name
+        if isinstance(function, type) or not callable(function):
+            raise UsageError(
+                f"@annotate({name!r}) belongs on a function, not on {function!r}; of a class, on its methods"
+            )
         if inspect.isgeneratorfunction(function):
             return cast("Callable[P, R]", _annotated_generator(name, function))
+        if inspect.isasyncgenfunction(function):
+            return cast("Callable[P, R]", _annotated_async_generator(name, function))
         if inspect.iscoroutinefunction(function):
             return cast("Callable[P, R]", _annotated_coroutine(name, function))
 
@@ -166,6 +176,30 @@ def _handed(turns: Generator[Any, Any, Any], value: Any) -> Generator[Any, Any, 
     except BaseException as error:
         return functools.partial(turns.throw, error)
     return functools.partial(turns.send, sent)
+
+
+def _annotated_async_generator(name: str, function: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    async def annotated(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        turns = function(*args, **kwargs)
+        resume: Callable[[], Any] = turns.__anext__
+        while True:
+            try:
+                with annotate(name):
+                    value = await resume()
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+            except GeneratorExit:
+                await turns.aclose()
+                raise
+            except BaseException as error:
+                resume = functools.partial(turns.athrow, error)
+            else:
+                resume = functools.partial(turns.asend, sent)
+
+    return annotated
 
 
 def _annotated_coroutine(name: str, function: Callable[..., Any]) -> Any:

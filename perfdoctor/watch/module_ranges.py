@@ -33,7 +33,7 @@ def module_ranges(model: nn.Module, depth: int = 2) -> ModuleRanges:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"module_ranges() needs an nn.Module, got {type(model).__name__}")
-    if not isinstance(depth, int) or depth < 1:
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise UsageError(f"module_ranges(depth=...) must be 1 or more, got {depth!r}")
     return ModuleRanges(model, depth)
 

@@ -12,16 +12,19 @@ from loop_capture import GEMM, MS, START, US, Machine, run_loop, site
 
 from perfdoctor.diagnose import diagnose, diagnose_ranks
 from perfdoctor.diagnose.clock_alignment import Alignment, align, collectives
-from perfdoctor.diagnose.ranks import excess, lateness, own_parts
+from perfdoctor.diagnose.finding import RankRow
+from perfdoctor.diagnose.ranks import excess, lateness, line_excess, own_parts
 from perfdoctor.record.capture import (
     CallKind,
     Calls,
     Capture,
     CopyKind,
     Environment,
+    Hits,
     HostMemory,
     RangeKind,
     Ranges,
+    Samples,
     Steps,
     Work,
     WorkKind,
@@ -259,3 +262,35 @@ def test_missing_ranks_are_named() -> None:
 def test_ranks_come_in_order_however_the_files_are_named() -> None:
     diagnosis = diagnose_ranks([loop(1, data_ns=MS), loop(0, data_ns=MS)])
     assert [row.rank for row in diagnosis.ranks] == [0, 1]
+
+
+def test_what_was_not_recorded_on_a_rank_is_not_zero() -> None:
+    never = Capture(source="session", environment=Environment(rank=1, world_size=2))
+    diagnosis = diagnose_ranks([loop(0, data_ns=MS), never])
+    assert diagnosis.source == "rank0.json"
+    idle = diagnosis.ranks[1]
+    assert (idle.step_ns, idle.busy_ratio, idle.exposed_communication_ns) == (None, None, None)
+    assert idle.note == "no step was timed on it"
+    assert "No step was timed on rank 1: it did not train, or ended before." in diagnosis.advice
+
+
+def sampled(capture: Capture, *lines: int) -> Capture:
+    """With one look at the host's stack at each of these lines."""
+    sites = tuple(site(line) for line in sorted(set(lines)))
+    rows = [(START + i * MS, 1, sites.index(site(line))) for i, line in enumerate(lines)]
+    return replace(capture, sites=sites, hits=Hits.empty(), samples=Samples.from_rows(rows))
+
+
+def test_the_line_that_makes_a_rank_late() -> None:
+    # Of 12 ms a step rank 1 spends 3/4 at line 30, the others 0 and 1/4: 9 - 1.5 ms more.
+    ranks = [
+        sampled(loop(0, data_ns=MS), 10, 10, 20, 20),
+        sampled(loop(1, data_ns=MS), 30, 30, 30, 10),
+        sampled(loop(2, data_ns=MS), 10, 10, 20, 30),
+    ]
+    rows = [RankRow(rank=i, path="", step_ns=12 * MS, busy_ratio=None, exposed_communication_ns=None) for i in range(3)]
+    assert line_excess(1, ranks, rows) == (site(30).frame, 7_500_000)
+    assert line_excess(1, [loop(0, data_ns=MS), *ranks[1:]], rows) is None  # a rank without samples says nothing
+    late = [sampled(loop(0, data_ns=200 * US), 10, 20), sampled(loop(1, data_ns=SLOW_LOADER), 30, 20)]
+    text = " ".join(diagnose_ranks(late).advice)
+    assert f"data-wait 3.2 ms, 6.0 ms of its host's time at {site(30).frame}" in text

@@ -20,11 +20,11 @@ from perfdoctor.cli.nsys import execute
 from perfdoctor.cli.output import Outcome
 from perfdoctor.diagnose import diagnose
 from perfdoctor.doors import nsys_process
-from perfdoctor.doors.nsys import Recording, _without_report
+from perfdoctor.doors.nsys import Recording, _missing, _of_rank, _without_report
 from perfdoctor.doors.nsys_command import Options, build_command, default_name, python_program
 from perfdoctor.doors.nsys_process import export, find_nsys, run_nsys
 from perfdoctor.errors import BrokenTraceError, NotATraceError, UsageError
-from perfdoctor.record.capture import Capture, Columns, read_capture
+from perfdoctor.record.capture import Capture, Columns, Environment, read_capture
 from perfdoctor.record.load import load_capture
 from perfdoctor.record.nsys_scrub import scrub_export
 from perfdoctor.record.sites_file import Sites, join, read_sites
@@ -154,10 +154,26 @@ def test_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert find_nsys() == str(tmp_path / "2025.1/bin/nsys")
 
 
-@pytest.mark.parametrize("argv", [[], ["--"], ["--name", "no/where/x", "--", "python", "t.py"], ["--active", "0", "x"]])
+@pytest.mark.parametrize("argv", [[], ["--"], ["--name", "no/where/x", "--", "python", "t.py"], ["--active", "0", "x"],
+                                  ["--limit", "nan", "x"], ["--limit", "0", "x"]])  # fmt: skip
 def test_wrong_use(argv: list[str]) -> None:
     with pytest.raises(UsageError):
         execute(argv)
+
+
+@needs_nsys
+def test_a_word_that_is_no_text() -> None:
+    # nsys 2022.4 sends its command line as text and fails on other bytes.
+    with pytest.raises(UsageError, match=r"tr\\udce9\.py"):
+        execute(["--", sys.executable, os.fsdecode(b"tr\xe9.py")])
+
+
+@needs_nsys
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user who is not root: root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(0o555)
+    with pytest.raises(UsageError, match="not writable"):
+        execute(["--name", str(tmp_path / "shut" / "x"), "--", sys.executable, "loop.py"])
 
 
 def test_only_the_recording_half_is_installed() -> None:
@@ -342,6 +358,27 @@ def test_a_script_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_nsys
+def test_a_script_that_changes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere").mkdir()
+    Path("loop.py").write_text(f"import os; os.chdir('elsewhere')\n{LOOP}")
+    outcome = execute(["--name", "moved", "--", sys.executable, "loop.py", "9", "0"])
+    assert len(read_sites(Path("moved.sites.json")).marks) > 5
+    assert list(Path("elsewhere").iterdir()) == []
+    assert "stopped after 9 of" in " ".join(outcome.text.split())
+
+
+@needs_nsys
+def test_a_process_that_dies_leaves_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(LOOP.replace("sys.exit(", "__import__('os')._exit("))
+    outcome = execute(["--name", "dead", "--", sys.executable, "loop.py", "7", "5"])
+    assert outcome.exit_code == 5
+    assert any("left no dead.sites.json" in message for message in outcome.messages)
+    assert "recorded steps" in outcome.text  # nsys's own
+
+
+@needs_nsys
 def test_a_loop_without_cuda_opens_no_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("perfdoctor.doors.nsys.cuda_is_there", lambda: True)  # a GPU that the loop leaves alone
@@ -364,25 +401,47 @@ def test_a_command_that_is_no_python(
     assert load_capture("bash_nsys.sqlite").steps.index.tolist() == [0, 1, 2]
 
 
-@needs_nsys
-def test_interrupted(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(LOOP.replace("flush=True)", "flush=True); __import__('time').sleep(0.05)"))
+def started_slow_loop(folder: Path) -> subprocess.Popen[str]:
+    """`perfdoctor nsys` at step 9 of a loop of some 20 steps a second."""
+    (folder / "loop.py").write_text(LOOP.replace("flush=True)", "flush=True); __import__('time').sleep(0.05)"))
     call = "import sys\nfrom perfdoctor.cli.nsys import execute\nsys.exit(execute(sys.argv[1:]).exit_code)"
     process = subprocess.Popen(
         [sys.executable, "-c", call, "--active", "50", "--", sys.executable, "loop.py", "-1", "0"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
         if line == "step 9\n":
             break
+    return process
+
+
+@needs_nsys
+@pytest.mark.parametrize("twice", [False, True], ids=["ctrl-c", "timeout"])
+def test_interrupted(tmp_path: Path, twice: bool) -> None:
+    process = started_slow_loop(tmp_path)
+    if twice:  # as `timeout -s INT` does: its child, and at once the group that the child is in
+        os.kill(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     # Interrupted after step 9 was begun, and before all 5 + 50 + 51 were done.
     assert 9 <= len(read_sites(tmp_path / "loop_nsys.sites.json").marks) < 106
     assert (tmp_path / "loop_nsys.sqlite").exists()
+
+
+@needs_nsys
+def test_interrupted_alone_it_says_what_it_waits_for(tmp_path: Path) -> None:
+    process = started_slow_loop(tmp_path)
+    assert process.stdout is not None
+    os.kill(process.pid, signal.SIGINT)  # `kill -INT`: the script goes on
+    for line in process.stdout:
+        if "interrupt again to kill them" in line:
+            break
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
 
 
 @needs_nsys
@@ -403,6 +462,16 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [load_capture(f"ranks_nsys_{rank}.sqlite") for rank in range(2)]
     assert [capture.environment.rank for capture in captures] == [0, 1]
     assert "rank" in outcome.text
+
+
+def test_ranks_are_told_by_their_files_and_those_without_any_are_named() -> None:
+    known = Capture(source="nsys", environment=Environment(rank=2, world_size=4))
+    silent = _of_rank(Capture(source="nsys"), "run/a b_%q{RANK}", "run/a b_13")
+    assert silent.environment.rank == 13
+    assert _of_rank(known, "x_%q{RANK}", "x_13") is known
+    assert _of_rank(Capture(source="nsys"), "x", "x").environment.rank is None
+    assert list(_missing([known, _of_rank(silent, "x", "x"), _of_rank(Capture(source=""), "%q{RANK}", "0")])) == [1, 3]
+    assert _missing([]) == {}
 
 
 def test_a_recording_of_a_gpu_taken_apart_and_joined_again() -> None:

@@ -28,6 +28,7 @@ from perfdoctor.doors.rank_gathering import (
     from_bytes,
     join_ranks,
 )
+from perfdoctor.errors import UsageError
 from perfdoctor.record.capture import Capture, Environment, Steps
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -161,6 +162,27 @@ def test_a_process_on_its_own_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert join_ranks() is None
+
+
+@pytest.mark.parametrize("ranks", ["0", 3, [-1], [True], [0.5], ["0"]])
+def test_what_are_no_ranks_is_refused(ranks: Any) -> None:
+    with pytest.raises(UsageError, match="ranks="):
+        perfdoctor.watch(ranks=ranks)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "60", True, None])
+def test_a_wait_without_an_end_is_refused(seconds: Any) -> None:
+    with pytest.raises(UsageError, match="timeout"):
+        perfdoctor.watch(rank_timeout_s=seconds)
+
+
+def test_a_rank_that_the_run_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="the ranks 0 to 1, no 2"), perfdoctor.watch(ranks=[0, 2]):
+        pass
+    with perfdoctor.watch(ranks=range(2)):  # the session before has let go
+        pass
 
 
 def test_ranks_whose_store_cannot_be_reached_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import pickle
+import re
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from perfdoctor import analyze, load_capture
+from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.report.page import Report
 
@@ -51,3 +57,37 @@ def test_notebook_gets_a_fragment_and_files_a_page(diagnosis: Diagnosis) -> None
     assert report._repr_html_().startswith("<div")
     assert report.to_html().startswith("<!doctype html>")
     assert report.to_json().startswith("{")
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "slow_loop.perfdoctor"
+
+
+def test_the_page_holds_a_picture_of_one_step_where_the_recording_is_at_hand() -> None:
+    report = analyze(EXAMPLE)
+    page = report.to_html()
+    picture = re.search(r'<div class="timeline">(.*?)</div>', page, re.DOTALL)
+    assert picture is not None
+    root = ElementTree.fromstring(picture[1])
+    texts = [label.text for label in root if label.tag.endswith("text")]
+    assert {"slow_loop.py:90", "149 x", "GPU idle, by cause"} <= set(texts)
+    assert 'class="timeline"' in report._repr_html_()
+    assert 'class="timeline"' in report.with_advice("a remark").to_html()
+    copied = pickle.loads(pickle.dumps(report))
+    assert copied == report
+    assert 'class="timeline"' not in copied.to_html()
+
+
+def test_one_cause_has_one_colour_in_the_bar_and_in_the_picture() -> None:
+    page = analyze(EXAMPLE).to_html()
+    bar = dict(re.findall(r'<li><i style="background:(#\w+)"></i>(idle: [\w-]+) ', page))
+    drawn = set(re.findall(r'fill="(#\w+)"[^>]*><title>(idle: [\w-]+)</title>', page.partition('"timeline"')[2]))
+    assert len(bar) > 4
+    assert set(bar.items()) == drawn
+
+
+def test_the_picture_is_of_the_rank_that_the_page_is_of() -> None:
+    capture = load_capture(EXAMPLE)
+    ranks = [replace(capture, environment=replace(capture.environment, rank=rank)) for rank in (0, 1)]
+    for judged in ranks:
+        assert Report.of(diagnose(judged), ranks)._recording is judged
+    assert 'class="timeline"' not in Report.of(diagnose(ranks[0]), ranks[1:]).to_html()

@@ -24,6 +24,7 @@ from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.errors import UsageError
 from perfdoctor.record.capture import Bare, Capture
+from perfdoctor.record.timeline import Timeline
 from perfdoctor.report.drawing import Box, Drawing, Label, render_png, render_svg
 from perfdoctor.report.tensorboard import scalars, write_diagnosis, write_step_times
 from perfdoctor.report.timeline_picture import draw_step
@@ -133,6 +134,11 @@ def test_a_very_long_run_keeps_its_slowest_steps(tmp_path: Path) -> None:
     assert [event.step for event in events if event.value > 50] == [7_001, 24_998]
 
 
+def test_flags_of_other_steps_are_refused(tmp_path: Path) -> None:
+    with writing(tmp_path) as writer, pytest.raises(UsageError, match="3 entries for 4 steps"):
+        write_step_times(writer, np.ones(4, np.int64), watched=np.zeros(3, bool))
+
+
 def test_another_prefix(tmp_path: Path, judged: Diagnosis) -> None:
     with writing(tmp_path) as writer:
         write_diagnosis(writer, judged, prefix="rank3")
@@ -187,6 +193,20 @@ def test_everything_lies_inside_the_picture(capture: Capture) -> None:
 def test_each_step_can_be_drawn(capture: Capture) -> None:
     pictures = [draw_step(capture, step) for step in range(4)]
     assert len({picture.summary for picture in pictures if picture is not None}) == 4
+
+
+def test_the_drawn_step_is_a_whole_one(capture: Capture) -> None:
+    """Neither the first, whose device window begins with what happened to be recorded, nor one on a short batch."""
+    columns = capture.steps.columns()
+    inside = [draw_step(capture, step) for step in range(4)]
+    for kept in (1, 2, 3):
+        columns["partial"] = np.ones(len(capture.steps), np.int64)
+        judged = Timeline(capture).steps
+        assert judged is not None
+        columns["partial"][judged.index[[0, kept]]] = 0
+        chosen = draw_step(replace(capture, steps=type(capture.steps)(**columns)))
+        assert chosen is not None
+        assert chosen.summary == inside[kept].summary  # type: ignore[union-attr]
 
 
 def test_a_recording_without_marks_is_drawn_as_a_whole(capture: Capture) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Severity, Skipped
+from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, RankRow, Severity, Skipped
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.report.lines import cut, wrapped
 from perfdoctor.report.shares import shares
@@ -183,3 +183,10 @@ def test_nothing_found_where_nothing_could_be_priced_is_no_good_news(diagnosis: 
     page = render_text(replace(diagnosis, findings=(), leave_alone=(), skipped=skipped))
     assert "Nothing was found that would give back" not in page
     assert "could not be judged" in page
+
+
+def test_ranks_without_a_device_show_no_zeros(diagnosis: Diagnosis) -> None:
+    row = RankRow(rank=1, path="", step_ns=None, busy_ratio=None, exposed_communication_ns=None, note="never trained")
+    text = render_text(replace(diagnosis, ranks=(row,)))
+    line = next(line for line in text.splitlines() if "never trained" in line)
+    assert line.split() == ["1", "-", "-", "-", "never", "trained"]

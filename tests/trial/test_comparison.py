@@ -128,8 +128,8 @@ def test_the_trial_is_summed_only_where_each_was_tried() -> None:
 
 
 def test_other_conditions_are_warned_of() -> None:
-    a = _run(20, environment={"gpu": "H200", "torch": "2.11"}, samples_per_s=1600.0, micro_batches=1.0)
-    b = _run(20, num_steps=3, basis="traced steps", samples_per_s=3200.0, micro_batches=4.0,
+    a = _run(20, environment={"gpu": "H200", "torch": "2.11"}, samples_per_step=32.0, micro_batches=1.0)
+    b = _run(20, num_steps=3, basis="traced steps", samples_per_step=64.0, micro_batches=4.0,
              environment={"gpu": "A100", "torch": "2.11"})  # fmt: skip
     text = "\n".join(compare(a, b).warnings)
     for part in (

@@ -193,3 +193,45 @@ def test_without_nvtx(monkeypatch):
     with torch.profiler.profile() as profiler, annotate("seen"):
         torch.ones(2)
     assert "seen" in {event.key for event in profiler.key_averages()}
+
+
+def test_async_generator_is_a_range_for_each_turn(calls):
+    log = []
+
+    @annotate("turn")
+    async def listen():
+        try:
+            got = yield 1
+            try:
+                yield got + 1
+            except ValueError as error:
+                log.append(str(error))
+            yield 7
+        finally:
+            log.append("closed")
+
+    async def use():
+        turns = listen()
+        assert calls == []  # nothing has run
+        assert await anext(turns) == 1
+        assert names(calls) == [("start", "turn"), ("end", None)]  # closed while the caller works
+        assert await turns.asend(41) == 42
+        assert await turns.athrow(ValueError("thrown")) == 7
+        await turns.aclose()
+        assert [number async for number in count()] == [0, 1, 2]
+
+    @annotate("count")
+    async def count():
+        for number in range(3):
+            await asyncio.sleep(0)
+            yield number
+
+    asyncio.run(use())
+    assert log == ["thrown", "closed"]
+    assert [kind for kind, _ in names(calls)] == ["start", "end"] * (3 + 4)
+
+
+@pytest.mark.parametrize("target", [dict, 3, None])
+def test_only_functions_are_decorated(target):
+    with pytest.raises(UsageError, match="belongs on a function"):
+        annotate("load")(target)

@@ -132,7 +132,10 @@ def test_breaks_no_graph():
     assert model[2].weight.grad is not None
 
 
-@pytest.mark.parametrize(("model", "depth", "words"), [("net", 1, "nn.Module"), (nn.Linear(1, 1), 0, "1 or more")])
+@pytest.mark.parametrize(
+    ("model", "depth", "words"),
+    [("net", 1, "nn.Module"), (nn.Linear(1, 1), 0, "1 or more"), (nn.Linear(1, 1), True, "1 or more")],
+)
 def test_bad_input(model, depth, words):
     with pytest.raises(UsageError, match=words):
         module_ranges(model, depth)
