@@ -87,7 +87,7 @@ def gelu_triton(x: Tensor, tiling: Tiling = _TILING) -> Tensor:
     return out
 
 
-def gelu_cuda(x: Tensor, threads: int = 256, ahead: int = 4) -> Tensor:
+def gelu_cuda(x: Tensor, threads: int = 128, ahead: int = 1) -> Tensor:
     """The same by gelu.cu: a thread has `ahead` (1, 2, 4) 16-byte loads in flight; 256 with 4 are the Triton tile."""
     check_alike(x)
     out = torch.empty_like(x)

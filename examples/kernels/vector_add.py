@@ -59,7 +59,7 @@ def add_triton(x: Tensor, y: Tensor, tiling: Tiling = _TILING) -> Tensor:
     return out
 
 
-def add_cuda(x: Tensor, y: Tensor, threads: int = 256, ahead: int = 4) -> Tensor:
+def add_cuda(x: Tensor, y: Tensor, threads: int = 256, ahead: int = 1) -> Tensor:
     """The same by vector_add.cu: a thread has `ahead` (1, 2, 4) 16-byte loads of each input in flight.
 
     256 threads with 4 are what Triton makes of 4096 float32 elements and 8 warps.
