@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -142,15 +143,21 @@ def check_export(path: Path, capture: Capture) -> list[str]:
 
 
 def check_nsys(path: Path, capture: Capture) -> list[str] | None:
-    """Busy share and span of each device, sync calls and pageable copies against `nsys analyze`. None without nsys."""
+    """Busy share and span of each device, sync calls and pageable copies against `nsys analyze`.
+
+    None without nsys, or with one older than these rules (2022.4 has none of that name).
+    """
     nsys = shutil.which("nsys")
     if nsys is None:
         return None
+    rules = ("gpu_time_util:chunks=1:threshold=101", "cuda_api_sync:rows=-1", "cuda_memcpy_async:rows=-1")
     with tempfile.TemporaryDirectory(prefix="perfdoctor-") as folder:
         copy = Path(shutil.copy(path, folder))
-        busy = _analyze(nsys, copy, "gpu_time_util:chunks=1:threshold=101")
-        syncs = _analyze(nsys, copy, "cuda_api_sync:rows=-1")
-        copies = [row for row in _analyze(nsys, copy, "cuda_memcpy_async:rows=-1") if "Pageable" in row.values()]
+        answers = [_analyze(nsys, copy, rule) for rule in rules]
+    if any(answer is None for answer in answers):
+        return None
+    busy, syncs, copied = (answer or [] for answer in answers)
+    copies = [row for row in copied if "Pageable" in row.values()]
     summary = summarise(capture)
     found = sorted(
         (f"{100 * d['gpu_busy_us'] / d['gpu_span_us']:.1f}", d["gpu_span_us"]) for d in summary["devices"].values()
@@ -167,8 +174,11 @@ def check_nsys(path: Path, capture: Capture) -> list[str] | None:
     return [f"{name}: {ours}, nsys prints {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
-def _analyze(nsys: str, path: Path, rule: str) -> list[dict[str, str]]:
+def _analyze(nsys: str, path: Path, rule: str) -> list[dict[str, str]] | None:
+    """The rows that a rule prints; None where this nsys has no such rule."""
     command = [nsys, "analyze", "-q", "-r", rule, "--format", "csv", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if re.search(r"(Report|Rule) '[\w-]+' could not be found", done.stdout + done.stderr):
+        return None
     lines = [line for line in done.stdout.splitlines() if "," in line and not line.startswith("Processing")]
     return list(csv.DictReader(lines))
