@@ -22,6 +22,8 @@ from perfdoctor.errors import UsageError
 
 _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
 
+_PLAIN = "perfdoctor: no GPU here: the loop is tried as it runs on the CPU (or give it --device emulated)"
+
 
 def execute(argv: Sequence[str]) -> Outcome:
     """Try the script. Its own exit code wins where it is not 0.
@@ -102,6 +104,8 @@ def _device(options: argparse.Namespace) -> Iterator[Any]:
     except ImportError as error:
         raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
     if options.device != "emulated":
+        if not torch.cuda.is_available():
+            print(_PLAIN, file=sys.stderr, flush=True)
         yield None
         return
     if torch.cuda.is_available():

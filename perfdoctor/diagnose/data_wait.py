@@ -66,7 +66,7 @@ def check_data_wait(review: Review) -> Iterator[Priced]:
         headroom=headroom,
         withheld="" if headroom is not None else review.unpriced,
         basis=review.basis,
-        advice=advice(_what_to_do(review), "data-wait"),
+        advice=advice(_what_to_do(review), "" if _has_workers_enough(review) else "data-wait"),
         evidence=worst(*waits),
     )
     yield Priced(finding=finding, edits=edits)
@@ -125,12 +125,18 @@ def _split(review: Review, waits: Intervals) -> str:
     return f": {', '.join(parts)}" if parts else ""
 
 
+def _has_workers_enough(review: Review) -> bool:
+    """Whether more workers would only share the same CPUs."""
+    workers, cpus = review.capture.environment.num_workers, review.capture.environment.num_cpus
+    return bool(workers) and cpus is not None and workers is not None and workers >= cpus
+
+
 def _what_to_do(review: Review) -> str:
     workers = review.capture.environment.num_workers
     cpus = review.capture.environment.num_cpus
     if workers == 0:
         return "the loader works in the training process: give it workers"
-    if workers is not None and cpus is not None and workers >= cpus:
+    if _has_workers_enough(review):
         return (
             f"{workers} workers share {cpus:g} CPUs: make a sample cheaper (decode once, smaller images, fewer copies)"
         )

@@ -38,7 +38,9 @@ class Report(Diagnosis):
         """
         rows = {f.name: getattr(diagnosis, f.name) for f in fields(diagnosis)}
         for name in ("findings", "leave_alone"):
-            rows[name] = tuple(replace(found, treatments=treatments_for(found.code)) for found in rows[name])
+            rows[name] = tuple(
+                replace(found, treatments=treatments_for(found.code, found.kind)) for found in rows[name]
+            )
         report = cls(**rows)
         own = (each for each in recordings if each.environment is diagnosis.environment)  # that of the page's rank
         object.__setattr__(report, "_recording", next(own, None))

@@ -12,7 +12,7 @@ from perfdoctor.report import phrases
 from perfdoctor.report.json import as_document, saving_document, site_document
 from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text
-from perfdoctor.trial.estimate import LARGE_CLAIM
+from perfdoctor.trial.estimate import FEWEST_PAIRS, LARGE_CLAIM
 from perfdoctor.trial.outcome import JOINT, ArmResult, TrialOutcome
 from perfdoctor.units import format_ms, format_share, format_spread, ms
 
@@ -178,6 +178,8 @@ def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
 def _nothing(outcome: TrialOutcome) -> str:
     if not outcome.arms or not outcome.base_ns:
         return "Nothing could be tried."
+    if max(arm.num_pairs for arm in outcome.arms) < FEWEST_PAIRS:
+        return "Not decided: the script ended, or the time was spent, after too few blocks. Let it run longer."
     most = max(max(abs(arm.saving.low_ns), abs(arm.saving.high_ns)) for arm in outcome.arms)
     if most > LARGE_CLAIM * outcome.base_ns:
         hidden = format_share(most / outcome.base_ns)

@@ -66,7 +66,7 @@ def render_verdicts(
     lines += _rejected(rejected, width)
     for note in notes:
         lines += ((), *wrapped(note, width, label="Note", indent=6))
-    lines += ((), *_ending(best_of(order), width))
+    lines += ((), *_ending(best_of(order), sum(v.reason.startswith("not tried") for v in rejected), width))
     return plain(lines)
 
 
@@ -171,7 +171,10 @@ def _measured(verdict: Verdict) -> str:
     return f" ({format_spread(saving.low_ns, saving.high_ns)} saved)"
 
 
-def _ending(best: Verdict | None, width: int) -> list[Line]:
+def _ending(best: Verdict | None, num_untried: int, width: int) -> list[Line]:
+    if best is None and num_untried:
+        text = f"Nothing was found faster. Not tried: {num_untried}; give it more --seconds, or more steps."
+        return wrapped(text, width, style="strong")
     if best is None:
         return wrapped("Nothing to change: no treatment made this loop faster.", width, style="strong")
     speed_up = "" if best.speed_up is None else f", {format_times(best.speed_up.mid)} as fast"

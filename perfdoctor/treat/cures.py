@@ -24,6 +24,15 @@ CURES: dict[str, tuple[str, ...]] = {
 }
 
 
-def treatments_for(code: str) -> tuple[str, ...]:
-    """Names of the treatments that cure findings of this code, the one to try first in front."""
-    return tuple(name for name, codes in CURES.items() if code in codes)
+# A mask or a data-dependent size is needed in every step: reading every Nth leaves it as it is.
+_ONLY_FOR = {
+    "log_every_n": frozenset(
+        ("item", "cpu", "tolist", "numpy", "format_tensor", "print_tensor", "logging", "torchmetrics", "norm_loop")
+    )
+}
+
+
+def treatments_for(code: str, kind: str = "") -> tuple[str, ...]:
+    """Names of the treatments that cure findings of this code, and kind where known; the one to try first in front."""
+    names = (name for name, codes in CURES.items() if code in codes)
+    return tuple(name for name in names if not kind or kind in _ONLY_FOR.get(name, (kind,)))

@@ -36,6 +36,9 @@ def test_report_names_the_treatments_of_each_finding(diagnosis: Diagnosis) -> No
     sync = next(found for found in diagnosis.findings if found.code == "host-sync")
     (found,) = Report.of(replace(diagnosis, findings=(sync,))).findings
     assert found.treatments == ("log_every_n",)
+    masked = replace(sync, kind="boolean_mask")
+    (found,) = Report.of(replace(diagnosis, findings=(masked,))).findings
+    assert found.treatments == ()
 
 
 def test_print_is_plain_in_a_pipe_and_coloured_in_a_terminal(

@@ -68,3 +68,10 @@ def test_a_saving_in_words() -> None:
     saving = Saving(median_ns=10 * MS, low_ns=9 * MS, high_ns=11 * MS, basis="")
     assert saving_text(saving, 50 * MS).endswith("20 % of the step")
     assert "more without it" in saving_text(Saving(median_ns=-MS, low_ns=-2 * MS, high_ns=-1, basis=""), 50 * MS)
+
+
+def test_too_few_blocks_decide_nothing() -> None:
+    few = replace(arm(ROWS[0], "gone", 0.0, 0.1), num_pairs=5)
+    page = render_trial(replace(OUTCOME, arms=(few,), order=()))
+    assert "Not decided" in page
+    assert "leave these lines alone" not in page

@@ -76,6 +76,8 @@ def test_what_a_treatment_is_for_stands_beside_what_replay_had_predicted(diagnos
 
 def test_nothing_faster_is_said(diagnosis: Diagnosis) -> None:
     page = render_verdicts((SLOWER, untried("compile", "the time was spent")), diagnosis)
+    assert page.endswith("Nothing was found faster. Not tried: 1; give it more --seconds, or more steps.\n")
+    page = render_verdicts((SLOWER,), diagnosis)
     assert page.endswith("Nothing to change: no treatment made this loop faster.\n")
     document = _check((SLOWER,), diagnosis)
     assert (document["best"], document["lines"]) == (None, [])
