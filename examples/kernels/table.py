@@ -76,14 +76,9 @@ def _print_markdown(path: Path) -> int:
 
 def _conditions(device: torch.device) -> str:
     """The machine and the versions, in one line."""
-    triton = importlib.import_module("triton")
-    versions = f"torch {torch.__version__}, triton {triton.__version__}"
-    if device.type != "cuda":
-        return f"CPU, {versions}: small shapes, to see that it runs; the figures mean nothing"
-    from perfdoctor.bench.result import conditions
+    from perfdoctor.bench.result import conditions_line
 
-    here = conditions(False)
-    return f"{here.device_name}, driver {here.driver}, CUDA {here.cuda}, {versions}"
+    return conditions_line() + ("" if device.type == "cuda" else ": small shapes, the figures mean nothing")
 
 
 def _compile_sources(chosen: list[str]) -> None:

@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     if options.child:
         return _time_script(options.child, options.rest)
-    from perfdoctor.bench.pair_scripts import conditions
+    from perfdoctor.bench.result import conditions_line
 
-    print(conditions(), flush=True)
+    print(conditions_line(), flush=True)
     runs: list[LoopRun] = []
     for number in range(max(options.rounds, 1)):
         for name in (*_LOOPS, *reversed(_LOOPS)):

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 
 import perfdoctor
 from perfdoctor.bench.measurement import Measurement, measure
+from perfdoctor.bench.result import conditions_line
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it
     warnings.simplefilter("ignore")  # torch.compile and torch's schedulers talk; the table is what counts
     torch.set_float32_matmul_precision("high")
-    print(_conditions())
+    print(f"{conditions_line()}; medians, spread is the interquartile range")
     missed = 0
     for name in options.loops.split(","):
         equal, again = equal_losses(LOOPS[name])
@@ -276,17 +276,6 @@ def _line(name: str, row: Row, eager: Row) -> str:
         f"{eager.measurement.median_ns / found.median_ns:5.2f}x  peak {row.peak_bytes / 1e6:8.1f} MB reserved"
     )
     return text if found.warning is None else f"{text}\n       {found.warning}"
-
-
-def _conditions() -> str:
-    import triton
-
-    driver = Path("/proc/driver/nvidia/version")
-    version = driver.read_text().split("Kernel Module", 1)[-1].split()[0] if driver.exists() else "?"
-    return (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, driver {version}, "
-        f"{os.cpu_count()} CPUs; medians, spread is the interquartile range"
-    )
 
 
 if __name__ == "__main__":

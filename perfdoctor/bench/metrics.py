@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from perfdoctor.bench.measurement import Measurement
-from perfdoctor.watch.surroundings import read_environment
+from perfdoctor.bench.result import conditions_line
 
 BARE = "nothing"
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     loop = _loop(options.layers)
     ways = [Way(name=BARE), *_metric_ways(loop), *_nan_ways(loop), *_both(loop)]
-    print(_conditions(), flush=True)
+    print(conditions_line(), flush=True)
     rows = _rows(_measured(loop, ways, options.rounds, options.steps))
     for row in rows:
         print(_line(row), flush=True)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, microseconds in _alone(loop).items():
             print(f"{name:52} {microseconds:7.1f} us of the host a call")
     if options.json:
-        options.json.write_text(json.dumps({"conditions": _conditions(), "rows": rows}, indent=1), "utf-8")
+        options.json.write_text(json.dumps({"conditions": conditions_line(), "rows": rows}, indent=1), "utf-8")
     return 0
 
 
@@ -277,21 +277,6 @@ def _line(row: dict[str, Any]) -> str:
     added = row["median_us"] * (1 - 1 / row["ratio"])
     figures = f"{row['median_us']:8.0f} us  spread {100 * row['spread']:4.1f} %"
     return f"{row['name']:52} {figures}  {row['ratio']:.3f}x bare ({added:+.0f} us)"
-
-
-def _conditions() -> str:
-    """GPU, driver and versions."""
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = "none"
-    here = read_environment(None, [], 0)
-    return (
-        f"{here.gpu}, driver {here.driver}, torch {here.torch}, triton {version}, Python {here.python}, "
-        f"{here.num_cpus:g} CPU cores"
-    )
 
 
 if __name__ == "__main__":

@@ -89,17 +89,6 @@ def environment(steps: int) -> dict[str, str]:
     return {**os.environ, "STEPS": str(steps), "PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))}
 
 
-def conditions() -> str:
-    """GPU, versions, CPUs: one line."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"no GPU, torch {torch.__version__}, {os.cpu_count()} CPUs"
-    return (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {os.cpu_count()} CPUs"
-    )
-
-
 class _Stop(BaseException):
     """Unwinds a script."""
 

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perfdoctor.bench.pair_scripts import Truth, conditions, find_pairs, guilty_lines, measure_truth, run_verb
+from perfdoctor.bench.pair_scripts import Truth, find_pairs, guilty_lines, measure_truth, run_verb
+from perfdoctor.bench.result import conditions_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pair in pairs:
         rows.append(measure(pair, options.steps))
         print(_line(rows[-1]), flush=True)
-    print(conditions())
+    print(conditions_line())
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return 0 if all(row.guilty_found for row in rows) else 1

@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from perfdoctor.bench.pair_scripts import Truth, conditions, find_pairs, guilty_lines, measure_truth, run_verb
+from perfdoctor.bench.pair_scripts import Truth, find_pairs, guilty_lines, measure_truth, run_verb
 from perfdoctor.bench.pairs import guilty_findings
+from perfdoctor.bench.result import conditions_line
 
 _DEFAULT = Path(__file__).resolve().parents[2] / "examples" / "pairs"
 _MANY_STEPS = 100_000
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:  # after each pair: a call that runs out of time keeps what it has
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print("\n".join(summary(rows)))
-    print(conditions())
+    print(conditions_line())
     return 1 if failed or any(row.false_claim or row.missed for row in rows) else 0
 
 

@@ -21,8 +21,8 @@ from torch import nn
 
 import perfdoctor
 from perfdoctor.bench.measurement import Measurement
+from perfdoctor.bench.result import conditions_line
 from perfdoctor.units import format_bytes, format_ms
-from perfdoctor.watch.surroundings import read_environment
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Feed = Callable[[Iterable[Batch]], Iterable[Batch]]  # a loader -> what the loop iterates
@@ -223,22 +223,12 @@ def _is_met(times: Sequence[Measurement], reserved: dict[str, tuple[int, int]]) 
 
 
 def _conditions(options: argparse.Namespace) -> str:
-    here = read_environment(None, [], 0)
     image_bytes = 12 * options.batch * options.size**2
     return (
-        f"{here.gpu}, driver {here.driver}, torch {here.torch}, triton {_triton()}, Python {here.python}, "
-        f"{here.num_cpus:g} CPU cores\n"
+        f"{conditions_line()}\n"
         f"{options.batch} x 3 x {options.size} x {options.size} fp32, {format_bytes(image_bytes)} a batch; "
         f"{options.rounds} blocks of {options.steps} steps of every way in turn"
     )
-
-
-def _triton() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "none"
-    return str(triton.__version__)
 
 
 def _table(times: Sequence[Measurement], peaks: dict[str, int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 
 from perfdoctor.bench.measurement import Measurement
 
@@ -71,3 +72,17 @@ def conditions(small: bool) -> Conditions:
         num_threads=torch.get_num_threads(),
         small=small or device == "cpu",
     )
+
+
+def conditions_line() -> str:
+    """GPU, driver, versions and CPUs of this process: what stands above every table of `scripts/bench`."""
+    here = conditions(False)
+    gpu = f"{here.device_name}, driver {here.driver}, CUDA {here.cuda}" if here.device == "cuda" else "no GPU"
+    return f"{gpu}, torch {here.torch}, triton {_triton()}, Python {here.python}, {here.num_cpus:g} CPUs"
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from perfdoctor.bench.result import conditions_line
 from perfdoctor.units import format_duration
 from perfdoctor.watch.clocks import stamp_now
 from perfdoctor.watch.long_run import LongClock, StepClock
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20_000, help="ends of steps in a round")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
-    print(_conditions())
+    print(conditions_line())
     if torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -51,11 +52,6 @@ def _per_call_ns(call: Callable[[], object], number: int) -> float:
     for _ in range(number):
         call()
     return (time.perf_counter_ns() - start) / number
-
-
-def _conditions() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{device}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

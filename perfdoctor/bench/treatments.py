@@ -28,6 +28,7 @@ import torch
 
 from perfdoctor.bench.loops import LOOPS, SHOWS
 from perfdoctor.bench.measurement import Measurement
+from perfdoctor.bench.result import conditions_line
 from perfdoctor.treat.switches import TREATMENTS
 from perfdoctor.treat.treatment import Loop, Treatment
 
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=device, tiny=options.tiny or device.type == "cpu", rounds=options.rounds, steps=options.steps,
         until=time.monotonic() + options.budget, everything=options.all or bool(options.treatments),
     )  # fmt: skip
-    print(conditions(device))
+    print(conditions_line() + ("" if device.type == "cuda" else ": tiny loops, times mean nothing"))
     print(f"{'loop':18} {'treatment':24} {'before':>8} {'after':>8}  before / after")
     cells = measure_all(plan, options.loops or list(LOOPS), options.treatments or names)
     if options.json:
@@ -208,32 +209,6 @@ def _clean_up(treatment: Treatment) -> None:
         torch._dynamo.reset()  # and with it the memory of its CUDA graphs
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def conditions(device: torch.device) -> str:
-    """The machine and the versions, for the head of a table."""
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = "none"
-    name = (
-        torch.cuda.get_device_name() if device.type == "cuda" else "no GPU: tiny loops on the CPU, times mean nothing"
-    )
-    return f"{name}, torch {torch.__version__}, triton {version}, CUDA {torch.version.cuda}, driver {_driver(device)}"
-
-
-def _driver(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "none"
-    import subprocess
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()[0].strip()
-    except (OSError, IndexError, subprocess.TimeoutExpired):
-        return "unknown"
 
 
 def _options(argv: Sequence[str] | None) -> Any:
