@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, deliver
+from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, count, deliver
 from perfdoctor.cli.progress import progress
 from perfdoctor.diagnose import diagnose_ranks
 from perfdoctor.doors.nsys import NsysRun, record
@@ -112,13 +112,6 @@ def _tell(text: str) -> None:
     print(f"perfdoctor: {text}", file=sys.stderr, flush=True)
 
 
-def _count(text: str) -> int:
-    value = int(text)  # argparse turns the ValueError into a complaint
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least one step is needed")
-    return value
-
-
 def _seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
@@ -136,8 +129,8 @@ def _parser() -> Parser:
         description="Record a command with Nsight Systems and say which lines make it slow.",
     )
     parser.add_argument("--name", default="", help="of the files: NAME.nsys-rep, .sqlite, .sites.json (train_nsys)")
-    parser.add_argument("--warmup", type=_count, default=5, metavar="N", help="steps before anything is measured (5)")
-    parser.add_argument("--active", type=_count, default=10, metavar="N", help="steps in each phase (10)")
+    parser.add_argument("--warmup", type=count, default=5, metavar="N", help="steps before anything is measured (5)")
+    parser.add_argument("--active", type=count, default=10, metavar="N", help="steps in each phase (10)")
     parser.add_argument(
         "--keep-going", action="store_true", help="let the script run to its end, instead of stopping it"
     )

@@ -46,6 +46,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def count(text: str) -> int:
+    """The type of an option that takes a number of things, 1 or more."""
+    value = int(text)  # argparse turns the ValueError into a complaint
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least one is needed")
+    return value
+
+
 def _percent(text: str) -> float:
     value = float(text)  # argparse turns the ValueError into a complaint
     if not 0 <= value <= 100:

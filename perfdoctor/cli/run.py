@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, deliver
+from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, count, deliver
 from perfdoctor.cli.progress import progress
 from perfdoctor.errors import UsageError
 from perfdoctor.record.capture import Capture, Note
@@ -114,8 +114,8 @@ def _parser() -> Parser:
         allow_abbrev=False,
         description="Run a training script and say which lines make it slow.",
     )
-    parser.add_argument("--warmup", type=_count, default=5, metavar="N", help="steps before anything is measured (5)")
-    parser.add_argument("--active", type=_count, default=10, metavar="N", help="steps in each phase (10)")
+    parser.add_argument("--warmup", type=count, default=5, metavar="N", help="steps before anything is measured (5)")
+    parser.add_argument("--active", type=count, default=10, metavar="N", help="steps in each phase (10)")
     parser.add_argument(
         "--keep-going", action="store_true", help="let the script run to its end, unwatched, instead of stopping it"
     )
@@ -129,13 +129,6 @@ def _parser() -> Parser:
     parser.add_argument("--save", metavar="FILE", default="", help="keep the recording; perfdoctor analyze reads it")
     add_output_options(parser)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)  # argparse turns the ValueError into a complaint
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least one step is needed")
-    return value
 
 
 def _ranks(text: str) -> tuple[int, ...]:

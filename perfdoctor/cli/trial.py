@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from perfdoctor.cli.output import Outcome, Parser, check_output
+from perfdoctor.cli.output import Outcome, Parser, check_output, count
 from perfdoctor.cli.run import Command, split_command
 from perfdoctor.errors import UsageError
 
@@ -123,11 +123,11 @@ def _parser() -> Parser:
         allow_abbrev=False,
         description="Measure what each suspect of a training loop really costs, in a throw-away run.",
     )
-    parser.add_argument("--warmup", type=_count, default=5, metavar="N", help="steps before anything is measured (5)")
-    parser.add_argument("--active", type=_count, default=10, metavar="N", help="steps in each watched phase (10)")
-    parser.add_argument("--steps", type=_count, default=100_000, metavar="N", help="at most so many steps on trial")
+    parser.add_argument("--warmup", type=count, default=5, metavar="N", help="steps before anything is measured (5)")
+    parser.add_argument("--active", type=count, default=10, metavar="N", help="steps in each watched phase (10)")
+    parser.add_argument("--steps", type=count, default=100_000, metavar="N", help="at most so many steps on trial")
     parser.add_argument("--seconds", type=_seconds, default=120.0, metavar="S", help="at most so long on trial (120)")
-    parser.add_argument("--suspects", type=_count, default=6, metavar="N", help="at most so many findings tried (6)")
+    parser.add_argument("--suspects", type=count, default=6, metavar="N", help="at most so many findings tried (6)")
     parser.add_argument(
         "--treat", type=_names, nargs="?", const=(), metavar="a,b",
         help="try treatments instead: those that cure what was found first, then the others that fit; or those named",
@@ -145,13 +145,6 @@ def _parser() -> Parser:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
-
-
-def _count(text: str) -> int:
-    value = int(text)  # argparse turns the ValueError into a complaint
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least one is needed")
-    return value
 
 
 def _seconds(text: str) -> float:

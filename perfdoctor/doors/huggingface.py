@@ -112,12 +112,8 @@ class PerfDoctorTrainerCallback(LateCallback):
             self._windows.set_apart()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training is over: take everything back, and report."""
-        try:
-            self._read()
-        finally:
-            self._take_back()
-        self._print()
+        """Training is over."""
+        self._end()
 
     def _guard(self, trainer: Any) -> None:
         """Hear of what ends the training: an exception in the loop or in another callback, or its regular end."""
@@ -136,12 +132,13 @@ class PerfDoctorTrainerCallback(LateCallback):
                     self._read()
                 return original(*args, **kwargs)
             except BaseException:
-                self._failed()
+                self._end()
                 raise
 
         return guarded
 
-    def _failed(self) -> None:
+    def _end(self) -> None:
+        """Take everything back, and report."""
         try:
             self._read()
         finally:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import dataloader
 
 from perfdoctor.treat.treatment import Loop
-from perfdoctor.trial.loader_replay import fresh
+from perfdoctor.trial.loader_replay import fresh, note_loaders
 from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
@@ -55,14 +55,7 @@ class LiveLoop:
 
         (A hook on optimizers cannot be added at the end of a step: torch is iterating over them then.)
         """
-        begin = DataLoader.__iter__
-
-        def begun(loader: Any) -> Any:
-            iterator = begin(loader)
-            self._loaders[iterator] = loader
-            return iterator
-
-        self._begins.replace(DataLoader, "__iter__", begun)
+        note_loaders(self._begins, self._loaders)
         self._handles.append(register_optimizer_step_post_hook(self._stepped))
 
     def install(self) -> None:

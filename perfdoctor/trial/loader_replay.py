@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from perfdoctor.watch.patches import Patches
@@ -45,13 +45,8 @@ class LoaderReplay:
         def fetched(iterator: Any) -> Any:
             return fetch(iterator) if self._nested else self._next(iterator, fetch, begin)
 
-        def begun(loader: Any) -> Any:
-            iterator = begin(loader)
-            self._loaders[iterator] = loader
-            return iterator
-
         self._patches.replace(single, "__next__", fetched)
-        self._patches.replace(DataLoader, "__iter__", begun)
+        note_loaders(self._patches, self._loaders)
 
     def remove(self) -> None:
         """Put the DataLoader classes back and forget the batches."""
@@ -124,3 +119,17 @@ def _queue_of(iterator: Any) -> int:
 
 def _trains() -> bool:
     return bool(sys.modules["torch"].is_grad_enabled())
+
+
+def note_loaders(patches: Patches, loaders: MutableMapping[Any, Any]) -> None:
+    """From now on keep in `loaders` which DataLoader each new iterator comes from."""
+    from torch.utils.data import DataLoader
+
+    begin = DataLoader.__iter__
+
+    def begun(loader: Any) -> Any:
+        iterator = begin(loader)
+        loaders[iterator] = loader
+        return iterator
+
+    patches.replace(DataLoader, "__iter__", begun)

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from perfdoctor.trial.call_hooks import CallHooks, Place
-from perfdoctor.trial.neutraliser import Mode, Neutraliser
+from perfdoctor.trial.neutraliser import Mode, OrderedCalls
 
 PINNED = Mode(name="pinned", text="from a pinned twin, non_blocking=True")
 GONE = Mode(name="gone", text="answered with the device tensor of the step before", prediction=False)
@@ -41,14 +41,13 @@ class PinnedTwins:
         return len(self._exact) < _MOST_TWINS and self._num_bytes + source.nbytes <= _MOST_BYTES
 
 
-class NeutralCopy(Neutraliser):
+class NeutralCopy(OrderedCalls):
     """Copies keyed by their ordinal within the step. `building`: a tensor built on the host for this copy alone."""
 
     def __init__(self, place: Place, *, building: bool) -> None:
         super().__init__()
         self.modes = (MADE_ONCE,) if building else (PINNED, GONE)
         self._place = place
-        self._ordinal = 0
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._twins = PinnedTwins()
         self._pinning = not building
@@ -61,10 +60,6 @@ class NeutralCopy(Neutraliser):
             hooks.add(torch.Tensor, name, self._place, self.copy)
         for name in _FACTORIES:
             hooks.add(torch, name, self._place, self.build)
-
-    def stepped(self) -> None:
-        super().stepped()
-        self._ordinal = 0
 
     def refusal(self) -> str:
         if self._problem:
@@ -125,8 +120,7 @@ class NeutralCopy(Neutraliser):
         return original(twin, *words, **{**kwargs, "non_blocking": True})
 
     def _answered(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any) -> Any:
-        ordinal = self._ordinal
-        self._ordinal = ordinal + 1
+        ordinal = self._next_ordinal()
         kept = self._kept.get(ordinal)
         if self.answering and kept is not None and kept[0] == signature:
             return kept[1]

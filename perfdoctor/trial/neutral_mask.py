@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from perfdoctor.trial.call_hooks import CallHooks, Place
-from perfdoctor.trial.neutraliser import Mode, Neutraliser
+from perfdoctor.trial.neutraliser import Mode, OrderedCalls
 
 _METHODS = ("nonzero", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount", "argwhere")
 _FUNCTIONS = (*_METHODS, "where")
 
 
-class NeutralMask(Neutraliser):
+class NeutralMask(OrderedCalls):
     """Calls keyed by the batch of the step and by their ordinal within it."""
 
     modes = (Mode(name="gone", text="with the indices that the same batch had the last time"),)
@@ -27,7 +27,6 @@ class NeutralMask(Neutraliser):
         """`batch()`: which of the replayed batches the step trains on."""
         super().__init__()
         self._place, self._batch = place, batch
-        self._ordinal = 0
         self._kept: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._sizes: dict[tuple[int, int], set[Any]] = {}
 
@@ -39,10 +38,6 @@ class NeutralMask(Neutraliser):
         for name in _FUNCTIONS:
             hooks.add(torch, name, self._place, self.compute)
         hooks.add(torch.nn.functional, "one_hot", self._place, self.compute)
-
-    def stepped(self) -> None:
-        super().stepped()
-        self._ordinal = 0
 
     def refusal(self) -> str:
         if not self._sizes:
@@ -87,8 +82,7 @@ class NeutralMask(Neutraliser):
         return kept[1]
 
     def _next(self) -> tuple[int, int]:
-        ordinal = self._ordinal
-        self._ordinal = ordinal + 1
+        ordinal = self._next_ordinal()
         return self._batch(), ordinal
 
     def _observed(self, result: Any, shape: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from perfdoctor.trial.call_hooks import CallHooks, Place
 from perfdoctor.trial.control_flow import Tested, find_test, outcome_is_fixed
-from perfdoctor.trial.neutraliser import Mode, Neutraliser
+from perfdoctor.trial.neutraliser import Mode, OrderedCalls
 
 EVERY = 10
 GONE = Mode(name="gone", text="answered with the value of the step before")
@@ -21,7 +21,7 @@ _FUNCTIONS = ("equal", "allclose", "is_nonzero")
 _SMALL = 4096
 
 
-class NeutralRead(Neutraliser):
+class NeutralRead(OrderedCalls):
     """Reads keyed by their ordinal within the step: the third read of a line is answered with the third of before."""
 
     modes = (GONE, SPARSE)
@@ -30,7 +30,6 @@ class NeutralRead(Neutraliser):
         """`place`: where to answer; `line`: where the value is read, if that is not the first line of `place`."""
         super().__init__()
         self._place, self._caller, self._line = place, caller, line or place.first
-        self._ordinal = 0
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._seen: dict[int, list[Any]] = {}
         self._names: set[str] = set()  # of the calls that read
@@ -41,10 +40,6 @@ class NeutralRead(Neutraliser):
             hooks.add(torch.Tensor, name, self._place, self.read)
         for name in _FUNCTIONS:
             hooks.add(torch, name, self._place, self.read)
-
-    def stepped(self) -> None:
-        super().stepped()
-        self._ordinal = 0
 
     def refusal(self) -> str:
         if not self.num_calls:
@@ -66,8 +61,7 @@ class NeutralRead(Neutraliser):
         tensor = args[0]
         if not tensor.is_cuda:
             return original(*args, **kwargs)
-        ordinal = self._ordinal
-        self._ordinal = ordinal + 1
+        ordinal = self._next_ordinal()
         if not self.mode:
             value = original(*args, **kwargs)
             if self.observing:

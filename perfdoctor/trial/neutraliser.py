@@ -73,3 +73,20 @@ class Neutraliser:
     def answering(self) -> bool:
         """Whether calls are to be answered, not run."""
         return bool(self.mode) and self.step_in_block > 0
+
+
+class OrderedCalls(Neutraliser):
+    """A neutraliser that tells the calls of one step apart by their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ordinal = 0
+
+    def stepped(self) -> None:
+        super().stepped()
+        self._ordinal = 0
+
+    def _next_ordinal(self) -> int:
+        """The place of this call among those of the step, from 0."""
+        self._ordinal += 1
+        return self._ordinal - 1
