@@ -17,3 +17,10 @@ def line_of(function, text):
     """The line of `function` that holds `text`."""
     lines, first = inspect.getsourcelines(function)
     return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def found_in(file, result, code=None):
+    """(code, line) of the rows in `file`."""
+    return [
+        (row.code, row.site.frame.line) for row in result if row.site.frame.file == file and code in (None, row.code)
+    ]

@@ -4,37 +4,19 @@ import logging
 import random
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from graph_parts import line_of, parts
+from graph_parts import found_in, line_of, parts
 from torch import nn
 
 import perfdoctor
 from perfdoctor.errors import UsageError
 from perfdoctor.treat.graph_obstacles import graph_obstacles
 
-HERE = __file__
-
-
-@pytest.fixture(params=["cpu", "emulated"])
-def device(request):
-    """The step's tensors: plain ones (moved to the emulated device while watched), or there from the start."""
-    if request.param == "cpu":
-        if torch.cuda.is_available():
-            pytest.skip("with a GPU the step is watched on it, so nothing is moved")
-        yield "cpu"
-    else:
-        with perfdoctor.emulate_cuda():
-            yield "cuda"
-
-
-def found(result, code=None):
-    """(code, line) of the rows in this file."""
-    return [
-        (row.code, row.site.frame.line) for row in result if row.site.frame.file == HERE and code in (None, row.code)
-    ]
+found = partial(found_in, __file__)
 
 
 def test_a_clean_step_has_none(device):
@@ -324,5 +306,5 @@ def test_it_prints_ranked(device):
     severities = [row.severity for row in result]
     assert severities == ["silent", "stops", "handled"]
     assert text.index("silently wrong") < text.index("stops graph capture") < text.index("takes care")
-    assert f"{HERE}:{line_of(train_step, 'count[0]')}" in text
+    assert f"{__file__}:{line_of(train_step, 'count[0]')}" in text
     assert all(row.change for row in result)

@@ -1,34 +1,16 @@
 """graph_obstacles on what surrounds a step: gradients, optimizers, schedules, loaders, a GradScaler."""
 
+from functools import partial
+
 import pytest
 import torch
-from graph_parts import line_of, parts
+from graph_parts import found_in, line_of, parts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import perfdoctor
 from perfdoctor.treat.graph_obstacles import graph_obstacles
 
-HERE = __file__
-
-
-@pytest.fixture(params=["cpu", "emulated"])
-def device(request):
-    """The step's tensors: plain ones (moved to the emulated device while watched), or there from the start."""
-    if request.param == "cpu":
-        if torch.cuda.is_available():
-            pytest.skip("with a GPU the step is watched on it, so nothing is moved")
-        yield "cpu"
-    else:
-        with perfdoctor.emulate_cuda():
-            yield "cuda"
-
-
-def found(result, code=None):
-    """(code, line) of the rows in this file."""
-    return [
-        (row.code, row.site.frame.line) for row in result if row.site.frame.file == HERE and code in (None, row.code)
-    ]
+found = partial(found_in, __file__)
 
 
 def test_gradients_bound_anew(device):
