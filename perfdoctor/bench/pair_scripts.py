@@ -2,8 +2,11 @@
 
 One process to the next differs by up to 7 % on one machine, so the truth is measured inside one: each script runs in a
 thread of its own, only one at a time, and hands over after a block of optimizer steps with the device drained. The
-first steps of a block are not counted. Blocks go slow fixed fixed slow ..., and each pair of neighbours gives one
-difference.
+first steps of a block are not counted. Blocks go slow fixed slow ... slow, and each fixed block is held against the
+mean of its two neighbours, so that a drift in a straight line cancels.
+
+Blocks are short, because a host's speed wanders: twelve pairs of 250 ms gave 2.5 ms (1.5 to 4.2) for norm_loop_item
+where whole runs give 5.4; as many seconds in shorter blocks hold more pairs.
 
 In `slow.py` the guilty lines end in `# GUILTY: kind`; the comment is stripped before perfdoctor sees the script.
 """
@@ -26,18 +29,22 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _MARK = re.compile(r"[ \t]*# GUILTY:[^\n]*")
 _RESULT = "\nperfdoctor-pair "
 _MANY_STEPS = 100_000  # the scripts are stopped, they do not end
-_EDGE, _WARMUP = 4, 12
-_BLOCK_MS, _FEWEST, _MOST = 250.0, 6, 60
-_ROUNDS = 12
+_EDGE, _WARMUP = 3, 12
+_BLOCK_MS, _FEWEST, _MOST = 60.0, 4, 60
+_SECONDS = 30.0
+_FEWEST_PAIRS = 6
+_CUT = 0.1  # of the differences, at each end: a hiccup of the host strikes one block, what comes regularly strikes many
+_RUN = 4  # neighbouring pairs resemble each other: they are redrawn together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What the fix gives back, in ms a step: `saved` is the median of paired differences, low and high its 95 %."""
+    """What the fix gives back, ms a step. `saved`: trimmed mean of paired differences; low and high: its 95 %."""
 
     slow: float
     fixed: float
@@ -74,9 +81,9 @@ def run_verb(verb: str, script: Path, steps: int, options: Sequence[str] = ()) -
         return report
 
 
-def measure_truth(pair: Path, rounds: int = _ROUNDS) -> Truth:
-    """Run both scripts of a pair in a process of their own."""
-    command = [sys.executable, "-m", "perfdoctor.bench.pair_scripts", str(pair), "--rounds", str(rounds)]
+def measure_truth(pair: Path, seconds: float = _SECONDS) -> Truth:
+    """Run both scripts of a pair in a process of their own; `seconds` is how long the blocks may take."""
+    command = [sys.executable, "-m", "perfdoctor.bench.pair_scripts", str(pair), "--seconds", f"{seconds:g}"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(_MANY_STEPS))
     if _RESULT not in done.stdout:
         raise RuntimeError(f"{pair}: ended with {done.returncode}\n{done.stderr[-2000:]}")
@@ -145,8 +152,8 @@ class _Runner(threading.Thread):
         self.join(60)
 
 
-def alternate(pair: Path, rounds: int) -> Truth:
-    """Both scripts in this process, in turn."""
+def alternate(pair: Path, seconds: float) -> Truth:
+    """Both scripts in this process, in turn, for so many seconds; six pairs at least."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -172,27 +179,40 @@ def alternate(pair: Path, rounds: int) -> Truth:
         first = max(timed(runner, _WARMUP) for runner in runners)
         first = max(timed(runner, _FEWEST) for runner in runners) or first
         steps = min(max(round(_BLOCK_MS / first), _FEWEST), _MOST)
-        times: list[list[float]] = [[], []]
-        for turn in range(rounds):
-            for index in (0, 1) if turn % 2 == 0 else (1, 0):
-                times[index].append(timed(runners[index], steps))
+        slow, fixed = [timed(runners[0], steps)], list[float]()
+        end = time.monotonic() + seconds
+        while len(fixed) < _FEWEST_PAIRS or time.monotonic() < end:
+            fixed.append(timed(runners[1], steps))
+            slow.append(timed(runners[0], steps))
     finally:
         for runner in runners:
             if runner.is_alive():
                 runner.stop()
         hook.remove()
-    return _truth(times[0], times[1], steps)
+    return truth_of(slow, fixed, steps)
 
 
-def _truth(slow: Sequence[float], fixed: Sequence[float], steps: int) -> Truth:
-    """Medians, and the 95 % bootstrap interval of the median of the paired differences (fixed seed)."""
-    saved = np.array(slow) - np.array(fixed)
-    drawn = np.median(np.random.default_rng(0).choice(saved, (4000, len(saved))), axis=1)
+def truth_of(slow: Sequence[float], fixed: Sequence[float], steps: int) -> Truth:
+    """From the blocks' times, one slow block more than fixed ones: the trimmed mean of the differences.
+
+    Its 95 % is a bootstrap's over runs of neighbouring pairs, drawn with a fixed seed.
+    """
+    before = np.array(slow)
+    saved = (before[:-1] + before[1:]) / 2 - np.array(fixed)
+    starts = np.random.default_rng(0).integers(0, len(saved), (4000, -(-len(saved) // _RUN)))
+    at = (starts[:, :, None] + np.arange(_RUN)) % len(saved)
+    drawn = _trimmed_mean(saved[at.reshape(len(at), -1)[:, : len(saved)]])
     low, high = np.percentile(drawn, (2.5, 97.5))
     return Truth(
-        slow=median(slow), fixed=median(fixed), saved=float(np.median(saved)), low=float(low), high=float(high),
-        num_pairs=len(saved), num_steps=steps,
+        slow=median(slow), fixed=median(fixed), saved=float(_trimmed_mean(saved[None])[0]), low=float(low),
+        high=float(high), num_pairs=len(saved), num_steps=steps,
     )  # fmt: skip
+
+
+def _trimmed_mean(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    ordered = np.sort(rows, axis=1)
+    cut = round(_CUT * rows.shape[1])
+    return np.asarray(ordered[:, cut : rows.shape[1] - cut].mean(axis=1), np.float64)
 
 
 def _event() -> Any:
@@ -213,10 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="scripts/bench pair_scripts")
     parser.add_argument("pair", type=Path)
-    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--seconds", type=float, default=_SECONDS)
     options = parser.parse_args(argv)
     os.environ.setdefault("STEPS", str(_MANY_STEPS))
-    truth = alternate(options.pair, options.rounds)
+    truth = alternate(options.pair, options.seconds)
     print(f"{_RESULT}{json.dumps(asdict(truth))}", flush=True)
     os._exit(0)  # threads and loaders of stopped scripts may still hold on
     return 0

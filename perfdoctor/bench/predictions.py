@@ -6,7 +6,8 @@ A folder is a pair (`slow.py` and `fixed.py`) or holds pairs; without one it is 
 (both scripts in one process, in turn: pair_scripts.py), then `perfdoctor trial` on the slow script, which gives the
 headroom from replay and the counterfactual with its interval. Errors are in percent of the slow step. A false claim
 is one over 3 % where the truth is under 1 %; a missed effect is one over 5 % that was not found, or whose interval
-holds zero. About 40 s a pair: name a few folders a call, and `--merge` the JSON files for the summary of all.
+holds zero. About three minutes a pair with the default times: `--truth 25 --seconds 35` takes a half of that. Name a
+few folders a call, and `--merge` the JSON files for the summary of all.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for pair in pairs:
         try:
-            rows.append(measure(pair, options.rounds, options.seconds))
+            rows.append(measure(pair, options.truth, options.seconds))
             print(format_row(rows[-1]), flush=True)
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             failed.append(pair.name)
@@ -95,15 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folders", type=Path, nargs="*", default=[])
     parser.add_argument("--json", type=Path, help="write the rows there, after each pair")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="rows of earlier calls")
-    parser.add_argument("--rounds", type=int, default=12, help="pairs of blocks for the truth (12)")
+    parser.add_argument("--truth", type=float, default=30.0, metavar="SECONDS", help="for the truth's blocks (30)")
     parser.add_argument("--seconds", type=float, help="limit of each trial's blocks, as its own option")
     return parser
 
 
-def measure(pair: Path, rounds: int, seconds: float | None = None) -> PredictionRow:
+def measure(pair: Path, truth_seconds: float, seconds: float | None = None) -> PredictionRow:
     """Measure the truth of one pair, then try its slow script."""
     start = time.perf_counter()
-    truth = measure_truth(pair, rounds)
+    truth = measure_truth(pair, truth_seconds)
     options = [] if seconds is None else ["--seconds", f"{seconds:g}"]
     report = run_verb("trial", pair / "slow.py", _MANY_STEPS, options)
     row = judge(pair.name, truth, report, guilty_lines(pair / "slow.py"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perfdoctor.bench.pair_scripts import Truth, find_pairs, guilty_lines, measure_truth
+from perfdoctor.bench.pair_scripts import Truth, find_pairs, guilty_lines, measure_truth, truth_of
 from perfdoctor.bench.pairs import guilty_findings
 from perfdoctor.bench.predictions import PredictionRow, judge, main, summary
 
@@ -54,17 +54,39 @@ def sleepy(tmp_path: Path) -> Path:
 
 
 def test_alternation_finds_a_known_difference(sleepy: Path) -> None:
-    truth = measure_truth(sleepy, rounds=4)
-    assert truth.num_pairs == 4
+    truth = measure_truth(sleepy, seconds=0.5)
+    assert truth.num_pairs >= 6
     assert truth.low <= truth.saved <= truth.high
     assert 3.9 < truth.saved < 8  # a sleep lasts at least as long as asked; how much longer is the machine's affair
     assert truth.slow > truth.fixed > 2
 
 
+def test_drifts_cancel_and_hiccups_are_cut() -> None:
+    drift = [30.0 + 0.5 * at for at in range(41)]  # of both, block by block
+    slow, fixed = drift[::2], [each - 4 for each in drift[1::2]]
+    truth = truth_of(slow, fixed, 4)
+    assert (truth.saved, truth.low, truth.high, truth.num_pairs) == (
+        pytest.approx(4),
+        pytest.approx(4),
+        pytest.approx(4),
+        20,
+    )
+    fixed[3] += 500  # one pair of twenty: two at each end are cut
+    assert truth_of(slow, fixed, 4).saved == pytest.approx(4)
+
+
+def test_what_comes_in_every_fourth_block_counts() -> None:
+    fixed = [20.0] * 40
+    slow = [20.0] * 41
+    for at in range(1, 40, 4):
+        slow[at] += 8  # 2 ms on average
+    assert truth_of(slow, fixed, 4).saved == pytest.approx(2, abs=0.6)
+
+
 def test_a_script_that_fails_is_said(sleepy: Path) -> None:
     (sleepy / "fixed.py").write_text("raise ValueError('planned')\n")
     with pytest.raises(RuntimeError, match="planned"):
-        measure_truth(sleepy, rounds=2)
+        measure_truth(sleepy, seconds=0)
 
 
 def test_pairs_are_found_by_folder_and_by_name(sleepy: Path, capsys: pytest.CaptureFixture[str]) -> None:
