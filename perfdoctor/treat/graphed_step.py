@@ -284,6 +284,11 @@ def static_refusal(
     for scaler in reached.of_type(torch.amp.GradScaler):
         if scaler.is_enabled():
             return "GradScaler decides on the host each step whether to update: use bfloat16 autocast, which needs none"
+    if _keeps_casts():
+        return (
+            "an autocast region that keeps its casts is open around the step: eager steps would go on with weights cast "
+            "before the last update. Open autocast inside train_step, or with cache_enabled=False"
+        )
     return next((reason for opt in optimizers if (reason := graph_optimizers.refusal(opt)) is not None), None)
 
 
@@ -296,6 +301,13 @@ def _held(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return value if isinstance(value, bool | int | float | str) else None
+
+
+def _keeps_casts() -> bool:
+    """Whether a cast of a weight made now is still used after the next update: autocast clears them at the outermost end."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting > 0 and torch.is_autocast_cache_enabled()
 
 
 def _modes() -> Hashable:

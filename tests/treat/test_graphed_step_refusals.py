@@ -169,3 +169,13 @@ def test_without_any_device_it_says_so():
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TreatmentRefused, match="parameters are on cpu"):
         graphed_step(lambda x: model(x), torch.ones(1, 2), model=model, optimizer=opt)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_casts_that_outlive_an_update_are_refused(enabled):
+    """The cache of an outer region outlives the step, also where that region itself casts nothing."""
+    model, opt, train_step = build()
+    with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+        refused("cache_enabled=False", train_step, *batch(), model=model, optimizer=opt)
+    with torch.autocast("cuda", torch.bfloat16, enabled=enabled, cache_enabled=False):
+        graphed_step(train_step, *batch(), model=model, optimizer=opt)
