@@ -214,7 +214,8 @@ _FOREIGN = ("TORCHELASTIC", "MASTER", "RANK")
 
 def torchrun(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
