@@ -16,7 +16,7 @@ from perfdoctor.diagnose.runs import runs_of
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Ints, WorkKind
 from perfdoctor.record.kernel_names import KernelClass, kernel_class, without_tensor_cores
-from perfdoctor.units import format_ms
+from perfdoctor.units import format_ms, format_plural
 
 MIN_SHARE = 0.01
 # Products on tensor cores over the plain fp32 units: 2x to 16x by shape and type; tf32 on an A100 is 8x at best.
@@ -69,7 +69,7 @@ def check_fusion(review: Review) -> Iterator[Priced]:
     # One pass over the memory of the longest of each chain; the others' reads and writes stay in registers.
     kept = {int(timeline.call_of_work[chain[np.argmax(lengths[chain])]]) for chain in chains}
     merged = {int(call) for chain in chains for call in timeline.call_of_work[chain]} - kept
-    edits = Edits(dropped=frozenset(merged))
+    edits = review.pricing.replay.merged(merged)
     only_device = Edits(work_scale=dict.fromkeys(merged, 0.0))
     headroom = review.headroom(edits, low=only_device)
     spent = sum(int(lengths[chain].sum()) for chain in chains) / review.num_steps
@@ -80,8 +80,8 @@ def check_fusion(review: Review) -> Iterator[Priced]:
         code="fusion",
         severity=review.severity(headroom),
         title=(
-            f"{review.per_step(number):.0f} pointwise kernels{review.a_step} in {review.per_step(len(chains)):.0f} "
-            "chains that fusion would merge"
+            f"{format_plural(round(review.per_step(number)), 'pointwise kernel')}{review.a_step} in "
+            f"{format_plural(round(review.per_step(len(chains))), 'chain')} that fusion would merge"
         ),
         kind="fusion",
         count=review.per_step(len(chains)),

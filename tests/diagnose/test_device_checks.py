@@ -78,6 +78,23 @@ def test_chains_in_a_host_bound_loop_merge_for_their_launches_only() -> None:
     assert not of(diagnose(run_loop(body, 10).capture(2)), "fusion")
 
 
+@pytest.mark.parametrize("longest", [0, 3])
+def test_host_work_before_a_chain_is_not_given_back(longest: int) -> None:
+    """4 ms of host work, a chain of 5 x 300 us, products, a wait: merging gives 4 x 300 us and four launches."""
+    chain = [(POINTWISE, 310 * US if at == longest else 300 * US) for at in range(5)]
+
+    def body(machine: Machine, step: int) -> None:
+        machine.host(4 * MS)
+        for name, ns in (*chain, (GEMM, 2 * MS)):
+            machine.launch(ns, name)
+        machine.wait_device()
+
+    (finding,) = of(diagnose(run_loop(body, 12).capture(2)), "fusion")
+    assert finding.headroom is not None
+    assert finding.headroom.mid_ns == pytest.approx(1_200 * US, rel=0.05)
+    assert finding.headroom.high_ns < 1_500 * US
+
+
 def collective(beside: bool) -> Body:
     """8 ms of matrix; 4 ms of all-reduce after it, or on its own stream beside it."""
 
