@@ -57,7 +57,8 @@ def without_tensor_cores(name: str) -> bool:
     return bool(_NO_TENSOR_CORES.search(name)) and not _TENSOR_CORES.search(name)
 
 
-_KERNEL = re.compile(r"(?:void )?(?:[\w:]+::|\(anonymous namespace\)::)*(\w+)")
+# A namespace without a name: CUPTI's demangler, nsys's, and GCC's spell it differently.
+_KERNEL = re.compile(r"(?:void )?(?:[\w:]+::|\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::)*(\w+)")
 _FUNCTOR = re.compile(
     r"(\w*(?:_kernel_cuda|_cuda_kernel|_scalar_kernel|_kernel_impl|KernelImpl|Functor\w*|Op(?!timizer)\w*|functor))\b"
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from perfdoctor.record.kernel_names import KernelClass, kernel_class, kernel_family, without_tensor_cores
@@ -198,6 +200,15 @@ def test_products_without_tensor_cores(name: str, expected: bool) -> None:
 )
 def test_family_is_the_operation_whatever_variant_the_size_chose(name: str, family: str) -> None:
     assert kernel_family(name) == family
+
+
+@pytest.mark.parametrize("spelling", ["<unnamed>", "{anonymous}"])
+@pytest.mark.parametrize("name", [ADD, MUL, COPY, GELU, NORM, FOREACH, FUSED_ADAM, FOREACH_NORM, LAYER_NORM])
+def test_nameless_namespaces_of_other_demanglers(name: str, spelling: str) -> None:
+    """nsys writes `<unnamed>` and `<(int)4, ...>` where CUPTI has `(anonymous namespace)` and `<4, ...>`."""
+    other = re.sub(r"<(\d+),", r"<(int)\1,", name.replace("(anonymous namespace)", spelling))
+    assert kernel_family(other) == kernel_family(name)
+    assert kernel_class(other) == kernel_class(name)
 
 
 def test_two_operations_are_two_families() -> None:
