@@ -47,6 +47,8 @@ class Way:
     log: Callable[[Any, Any], object] = lambda loss, accuracy: None
     ended: Callable[[], object] = lambda: None
     around: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    watch: Any = None
+    """the NonFiniteWatch of this way"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,9 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = _rows(_measured(loop, ways, options.rounds, options.steps))
     for row in rows:
         print(_line(row), flush=True)
+    for way in ways:
+        if way.watch is not None:
+            print(
+                f"{way.name}: {way.watch._launches.num_prepared} launches prepared (few: the gradients stay in place)"
+            )
     if loop.device == "cuda":
         for name, microseconds in _alone(loop).items():
-            print(f"{name:52} {microseconds:7.1f} us of the host a call")
+            print(f"{name:52} {microseconds:7.1f} us of the host a call", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"conditions": conditions_line(), "rows": rows}, indent=1), "utf-8")
     return 0
@@ -165,11 +172,13 @@ def _nan_ways(loop: Loop) -> Iterator[Way]:
     yield Way(name="NaN: if not isfinite(grad).all(), each parameter", log=look_at_each)
     yield Way(name="NaN: get_total_norm(error_if_nonfinite=True)", log=look_at_norm)
     by_hand = perfdoctor.NonFiniteWatch(loop.model)
-    yield Way(name="NaN: NonFiniteWatch by hand", log=lambda loss, _: by_hand.check(loss), ended=by_hand.step)
+    yield Way(
+        name="NaN: NonFiniteWatch by hand", log=lambda loss, _: by_hand.check(loss), ended=by_hand.step, watch=by_hand
+    )
     for on_hit in ("raise", "skip"):
         watch = perfdoctor.NonFiniteWatch(loop.model, loop.optimizer, on_hit=on_hit)
         name = f"NaN: with NonFiniteWatch(on_hit={on_hit!r})"
-        yield Way(name=name, log=partial(_check, watch), ended=watch.step, around=partial(_entered, watch))
+        yield Way(name=name, log=partial(_check, watch), ended=watch.step, around=partial(_entered, watch), watch=watch)
 
 
 def _check(watch: Any, loss: Any, accuracy: Any) -> None:
@@ -233,30 +242,67 @@ def _settle(loop: Loop) -> None:
 
 
 def _alone(loop: Loop) -> dict[str, float]:
-    """Host time of one call with nothing else in the loop, us: what is launched runs meanwhile."""
+    """Host time of one call with nothing else in the loop, us: what is launched runs meanwhile, and is waited for after
+    every block of calls that fits the queue of launches, outside of the clock."""
     import torch
 
     import perfdoctor
 
     loss, accuracy = torch.ones((), device=loop.device), torch.ones((), device=loop.device)
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     calls: dict[str, Callable[[], object]] = {}
     for every in (1, 10, 1000):
         metrics = perfdoctor.DeviceMetrics(every=every)
+        calls[f"DeviceMetrics(every={every}).update"] = partial(metrics.update, loss=loss, accuracy=accuracy)
         calls[f"DeviceMetrics(every={every}).update, latest"] = partial(_ours, metrics, loss, accuracy)
-    watch = perfdoctor.NonFiniteWatch(loop.model)
-    for parameter in loop.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def checked() -> None:
-        watch.check(loss)
-        watch.step()
-
-    calls["NonFiniteWatch.check, step"] = checked
-    found = {}
-    for name, call in calls.items():
-        call()
-        found[name] = median(_timed(loop, call, 200) for _ in range(7)) / 1e3
+    watches = [perfdoctor.NonFiniteWatch(loop.model) for _ in range(2)]
+    found = {name: _host_us([call])[0] for name, call in calls.items()}
+    check, step = _host_us([partial(watches[0].check, loss), watches[0].step])
+    found["NonFiniteWatch.check(loss), with all gradients"] = check
+    found["NonFiniteWatch.step"] = step
+    found["NonFiniteWatch.check, step"] = check + step
+    launches = watches[0]._launches
+    found |= {f"  {name}": _host_us([call])[0] for name, call in _pieces(launches, watches[1]).items()}
     return found
+
+
+def _pieces(launches: Any, watch: Any) -> dict[str, Callable[[], object]]:
+    """What the calls are made of."""
+    import torch
+
+    from perfdoctor.kernels import stats_table, walker
+
+    pairs = watch._pairs
+    names = tuple(name for name, _ in pairs)
+    rows = walker.gather_rows([parameter for _, parameter in pairs], False)
+    assert rows is not None
+    walk = walker.walk_of(rows)
+    record = torch.zeros_like(launches._record)
+    loss = torch.ones((), device=record.device)
+    launches.note(None, loss, None, True, 0)
+    return {
+        f"walk over {len(pairs)} gradients": lambda: walk.matches_pairs(pairs, names),
+        "find the table (a check that cannot repeat)": lambda: stats_table.find(pairs, None),
+        "check of a loss alone": lambda: launches.repeat([], loss, None, True, 0),
+        "record taken": lambda: launches.take(record),
+    }
+
+
+def _host_us(calls: Sequence[Callable[[], object]], num_blocks: int = 41, block: int = 20) -> list[float]:
+    """The median time of each call when they follow each other in turn."""
+    import torch
+
+    times: list[list[int]] = [[] for _ in calls]
+    for number in range(num_blocks):
+        torch.cuda.synchronize()
+        for _ in range(block):
+            for call, taken in zip(calls, times, strict=True):
+                start = time.perf_counter_ns()
+                call()
+                if number:  # the first block compiles
+                    taken.append(time.perf_counter_ns() - start)
+    return [median(taken) / 1e3 for taken in times]
 
 
 def _rows(measured: list[Measurement]) -> list[dict[str, Any]]:

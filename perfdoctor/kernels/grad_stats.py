@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perfdoctor.errors import UsageError
 from perfdoctor.kernels import custom_ops, launch_route, reference, sharded_norm, stats_table, walker
-from perfdoctor.kernels.gradients import as_list, by_device, collect, readable, without_repeats
+from perfdoctor.kernels.gradients import as_list, by_device, collect, place_of, readable, without_repeats
 from perfdoctor.kernels.pointer_table import GradTable
 
 
@@ -57,17 +57,17 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, *, 
 
     Returns a float32 scalar on the first gradient's device (float64 where a gradient is): torch returns the gradients'
     type, which rounds a bfloat16 norm to three digits. L2 is within 1e-6 of float64, and the same bits on every call.
-    Works inside torch.compile(fullgraph=True) and CUDA graphs; never waits for the device. The norm cannot be
-    differentiated: for a gradient penalty use torch's.
+    Works inside torch.compile(fullgraph=True), which has `kernel` chosen, and CUDA graphs; never waits for the device.
+    The norm cannot be differentiated: for a gradient penalty use torch's.
 
     Raises UsageError for a sparse gradient, an item that is no tensor, or a kernel that cannot run there.
     """
     norm_type = float(norm_type)
+    launch_route.check_kernel(kernel)
     if torch.compiler.is_compiling():
         gradients, once = _compiled_gradients(as_list(parameters), False)
         compiled: Tensor = custom_ops.grad_norm(gradients, norm_type, once) if gradients else torch.tensor(0.0)
         return compiled
-    launch_route.check_kernel(kernel)
     items = as_list(parameters)
     what = launch_route.kernel_norm_of(norm_type)
     if what is not None:
@@ -97,12 +97,13 @@ def clip_grad_norm_(
     finite ones become 0 and infinite ones NaN, with a NaN norm all become NaN. Where no clipping is needed the scaling
     launch returns at once and the host never knows. A parameter listed twice counts once and is scaled once.
     `error_if_nonfinite=True` reads the norm, the one wait for the device there is, and raises RuntimeError before any
-    gradient changes. `foreach` is taken and ignored. `kernel`, types, returned tensor and errors: see `grad_norm`.
+    gradient changes; as with torch's, torch.compile(fullgraph=True) refuses it. `foreach` is taken and ignored.
+    `kernel`, types, returned tensor and errors: see `grad_norm`.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
+    launch_route.check_kernel(kernel)
     if torch.compiler.is_compiling():
         return _clip_compiled(as_list(parameters), max_norm, norm_type, error_if_nonfinite)
-    launch_route.check_kernel(kernel)
     items = as_list(parameters)
     what = launch_route.kernel_norm_of(norm_type)
     table = launch_route.table_of(items, True, kernel) if what is not None else None
@@ -129,7 +130,8 @@ def grad_stats(
     are left out, gradients themselves may stand in their place. A gradient under two names has a row for each and
     counts once in the total. DTensors give this rank's part. Results are tensors on the first gradient's device;
     nothing waits for the device. A list of pairs that is kept, `list(model.named_parameters())`, costs the host least:
-    a module is walked in Python on every call. `kernel`, types and errors: see `grad_norm`.
+    a module is walked in Python on every call. A complex gradient, whose sum is none of these, is refused. `kernel`,
+    types and errors: see `grad_norm`.
     """
     launch_route.check_kernel(kernel)
     pairs = _as_pairs(named_parameters)
@@ -148,14 +150,14 @@ def grad_stats(
 def _stats_elsewhere(pairs: stats_table.Pairs, kernel: str | None) -> GradStats:
     """Statistics where one table does not reach: several devices, odd layouts, DTensors, the CPU."""
     names, gradients = _named_gradients(pairs)
-    unique = _first_mentions(gradients)
-    index = {id(gradient): number for number, gradient in enumerate(unique)}
+    unique = without_repeats(gradients)
+    index = {place_of(gradient): number for number, gradient in enumerate(unique)}
     local = [sharded_norm.local_of(gradient) for gradient in unique]
     if torch.compiler.is_compiling():
         out, counts = custom_ops.grad_stats(local)
     else:
         out, counts = stats_of(local, kernel)
-    columns = tuple(index[id(gradient)] for gradient in gradients)
+    columns = tuple(index[place_of(gradient)] for gradient in gradients)
     if len(unique) != len(gradients):
         out, counts = stats_table.in_order(out, columns), stats_table.in_order(counts, columns)
     return _split(tuple(names), out, counts)
@@ -191,8 +193,11 @@ def _as_pairs(named: object) -> stats_table.Pairs:
     """The pairs as a list; a list is taken as it is."""
     if isinstance(named, torch.nn.Module):
         named = named.named_parameters()
-    pairs = named if type(named) is list else list(named.items() if isinstance(named, Mapping) else named)  # type: ignore[call-overload]
-    return pairs
+    if not isinstance(named, Iterable):
+        raise UsageError(
+            f"expected (name, parameter) pairs, got a {type(named).__name__}: pass model.named_parameters()"
+        )
+    return named if type(named) is list else list(named.items() if isinstance(named, Mapping) else named)
 
 
 def _named_gradients(pairs: stats_table.Pairs) -> tuple[list[str], list[Tensor]]:
@@ -207,10 +212,6 @@ def _named_gradients(pairs: stats_table.Pairs) -> tuple[list[str], list[Tensor]]
     return names, gradients
 
 
-def _first_mentions(gradients: list[Tensor]) -> list[Tensor]:
-    return list({id(gradient): gradient for gradient in gradients}.values())
-
-
 def _norm_of(gradients: list[Tensor], norm_type: float, kernel: str | None) -> Tensor:
     """The norm of gradients on several devices, of odd layouts, or sharded."""
     if not gradients:
@@ -220,15 +221,14 @@ def _norm_of(gradients: list[Tensor], norm_type: float, kernel: str | None) -> T
         return launch_route.norm_on_device(local, norm_type, kernel)
 
     sharded = [gradient for gradient in gradients if sharded_norm.is_dtensor(gradient)]
-    plain = [gradient for gradient in gradients if not sharded_norm.is_dtensor(gradient)]
+    plain = [gradient for gradient in gradients if not sharded_norm.is_dtensor(gradient)] if sharded else gradients
     norms = [local_norm(group) for group in by_device(plain)]
     if sharded:
         norms += sharded_norm.norms_of_dtensors(sharded, norm_type, local_norm)
     if len(norms) == 1 and not sharded:
         return norms[0]
     device = sharded_norm.local_of(gradients[0]).device
-    stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
-    norm: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    norm = reference.norm_of_norms([norm.to(device, torch.float64) for norm in norms], norm_type)
     return norm.to(reference.result_type(gradients))
 
 

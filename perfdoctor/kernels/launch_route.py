@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from types import ModuleType
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import pointer_table, reference, walker
+from perfdoctor.kernels import kernel_launch, pointer_table, reference, walker
 from perfdoctor.kernels.gradients import readable
 from perfdoctor.kernels.pointer_table import ABS_MAX, L2, GradTable, TableCache
 
@@ -31,17 +30,12 @@ def kernel_norm_of(norm_type: float) -> int | None:
     return _KERNEL_NORMS.get(norm_type)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def uses_table(device: torch.device, kernel: str | None) -> bool:
     """Whether gradients there are read through a pointer table. Raises UsageError where the kernel cannot run."""
     if kernel == "torch":
         return False
     if device.type == "cuda":
-        return kernel is not None or _has_triton()
+        return kernel is not None or kernel_launch.has_triton()
     if device.type != "cpu" or kernel is None:
         return False
     if kernel == "triton":
@@ -69,7 +63,7 @@ def table_of(items: list[Tensor], always_grad: bool, kernel: str | None) -> Grad
     if kernel == "torch":
         return None
     recent = TABLES.find_recent(items, always_grad)
-    if recent is not None and (recent.device.type == "cuda" or kernel == "triton"):
+    if recent is not None and uses_table(recent.device, kernel):  # what made it may have been another kernel
         return recent
     device = table_device(items, always_grad, kernel)
     rows = walker.gather_rows(items, always_grad) if device is not None else None

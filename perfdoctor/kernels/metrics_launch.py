@@ -1,19 +1,11 @@
-"""Which implementation a metric update takes, and its cheapest launch.
-
-As for the gradient kernels, the first launch of a kind goes through Triton and the next ones through the compiled
-walker with prepared arguments, because Triton's own launch costs the host more than the kernel runs.
-"""
+"""Which implementation a metric update takes, and its cheapest launch (see `kernel_launch`)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
-import logging
 import math
 import struct
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import metrics_reference, pointer_table
+from perfdoctor.kernels import kernel_launch, metrics_reference, pointer_table
 from perfdoctor.kernels.metrics_reference import FLIP, LANES
 from perfdoctor.kernels.walker import compiled_walker
 
@@ -30,10 +22,9 @@ READABLE = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
-_SPAN = 256
+SPAN = 256
 _SMALLEST = 2.3e-308  # below, a float64 has fewer digits, and bits that FLIP does not make long
-_interpreter = threading.Lock()  # Triton's interpreter keeps the running program's number in one place for all threads
-_log = logging.getLogger("perfdoctor")
+_NOTE_SIZES = (8, 8, 8, 4, 8, 8, 4)
 
 
 @functools.cache
@@ -60,17 +51,12 @@ def uses_triton(tensor: Tensor, kernel: str | None) -> bool:
     if kernel == "torch" or type(tensor) is not Tensor:  # a wrapper may merely say that it is on a GPU
         return False
     if tensor.is_cuda:
-        return kernel == "triton" or _has_triton()
+        return kernel == "triton" or kernel_launch.has_triton()
     if kernel is None:
         return False
     if type(_kernels().metrics).__name__ == "InterpretedFunction":
         return True
     raise UsageError(f"kernel='triton' cannot read {tensor.device.type} tensors: pass kernel=None or 'torch'")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -100,8 +86,11 @@ class Launcher:
     def __init__(self, target: Tensor, kernel: str | None) -> None:
         self._target = target
         self._device = target.device
-        self._triton = uses_triton(target, kernel)
+        self.is_triton = uses_triton(target, kernel)
         self._prepared: dict[Any, Any] = {}
+        self._repeated: dict[Any, Any] = {}
+        self.stream: Callable[[], int] = pointer_table.stream_reader(target.device)
+        """the handle of the device's current stream"""
 
     def accumulate(self, snapshot: Tensor, rows: Sequence[int], values: Sequence[Tensor | float],
                    weight: Tensor | float) -> None:  # fmt: skip
@@ -112,11 +101,11 @@ class Launcher:
 
     def _accumulate(self, snapshot: Tensor, rows: tuple[int, ...], values: Sequence[Tensor | float],
                     weight: Tensor | float) -> None:  # fmt: skip
-        if not self._triton:
+        if not self.is_triton:
             metrics_reference.accumulate(self._target, snapshot, rows, values, weight)
             return
         taken = [_readable(weight), *(_readable(value) for value in values)]
-        kinds = tuple(value.dtype if isinstance(value, Tensor) else None for value in taken)
+        kinds = _kinds_of(taken)
         arguments = [self._target, snapshot, *taken, *[self._target] * (LANES - len(values))]
         numbers = sum(1 << lane for lane, kind in enumerate(kinds[1:]) if kind is None)
         constants = {
@@ -125,87 +114,74 @@ class Launcher:
             "NUM": len(values),
             "WEIGHT_IS_NUMBER": kinds[0] is None,
         }
-        self._launch("metrics", (rows, kinds), arguments, constants, 2 + len(values) + 1, 1)
+        self._launch("metrics", (rows, kinds), arguments, constants, 2 + len(values) + 1)
 
-    def prepared(
-        self, rows: tuple[int, ...], values: Iterable[object], weight: object
-    ) -> Callable[[Tensor], None] | None:
-        """The launch of an update like an earlier one, to be called with the snapshot; None where it must be made.
+    def repeated(self, rows: Sequence[int], values: Sequence[Tensor | float], weight: Tensor | float) -> Any | None:
+        """What repeats the last `accumulate` of these rows with other values of the same kinds: a `ScalarLaunch`.
 
-        The values are checked here as `accumulate` and its callers check them, in one pass.
+        Its `run(stream, snapshot's address, weight, values by name)` checks all of them in the one call, and is false
+        where they are of other kinds. None where nothing was prepared.
         """
-        if not self._prepared:
+        taken = [weight, *values]
+        key = (tuple(rows), _kinds_of(taken))
+        launch = self._prepared.get(("metrics", key))
+        module = compiled_walker() if launch is not None else None
+        if module is None:
             return None
-        kinds: list[torch.dtype | None] = []
-        words: list[int] = []
-        for value in (weight, *values):
-            if type(value) is Tensor:
-                if value.numel() != 1 or value.device != self._device or not is_plain(value):
-                    return None
-                kinds.append(value.dtype)
-                words.append(value.data_ptr())
-            elif isinstance(value, (float, int)) and (kinds or value >= 0):  # the weight comes first
-                kinds.append(None)
-                words.append(bits_of(value))
-            else:
-                return None
-        launch = self._prepared.get(("metrics", (rows, tuple(kinds))))
-        if launch is None:
-            return None
-        stream = pointer_table.current_stream(self._device)
-        return lambda snapshot: launch.run_with(stream, 1, [snapshot.data_ptr(), *words])  # type: ignore[no-any-return]
+        if key not in self._repeated:
+            index = -1 if self._device.type == "cpu" else self._device.index
+            self._repeated[key] = module.ScalarLaunch(launch, index, taken)
+        return self._repeated[key]
 
     def note_nonfinite(self, found: Tensor, loss: Tensor | None, excuse: Tensor | None, is_scale: bool,
-                       counts: Tensor, check: int) -> None:  # fmt: skip
-        """See `metrics_reference.note_nonfinite`."""
-        if not self._triton:
+                       counts: Tensor, check: int) -> Any | None:  # fmt: skip
+        """See `metrics_reference.note_nonfinite`. Gives the prepared launch, if there is one."""
+        if not self.is_triton:
             metrics_reference.note_nonfinite(self._target, found, loss, excuse, is_scale, counts, check)
-            return
-        loss = None if loss is None else _readable(loss)  # type: ignore[assignment]
-        mode = 0 if excuse is None else 2 if is_scale else 1
-        arguments = [self._target, found, self._target if loss is None else loss,
-                     self._target if excuse is None else excuse, counts, counts.numel(), check]  # fmt: skip
-        constants = {"HAS_LOSS": loss is not None, "EXCUSE": mode, "SPAN": _SPAN}
+            return None
+        loss = as_loss(loss)
+        mode = excuse_mode(excuse, is_scale)
+        arguments = [self._target, found, counts, counts.numel(), self._target if loss is None else loss,
+                     self._target if excuse is None else excuse, check]  # fmt: skip
+        constants = {"HAS_LOSS": loss is not None, "EXCUSE": mode, "SPAN": SPAN}
         key = (None if loss is None else loss.dtype, mode, None if excuse is None else excuse.dtype)
-        self._launch("nonfinite", key, arguments, constants, len(arguments), 1, (8, 8, 8, 8, 8, 4, 4))
+        return self._launch("nonfinite", key, arguments, constants, len(arguments), _NOTE_SIZES)
 
     def take(self, snapshot: Tensor, found: Tensor) -> None:
         """See `metrics_reference.take`."""
-        if not self._triton:
-            metrics_reference.take(self._target, snapshot, found)
+        if not self.is_triton:
+            with torch.no_grad():
+                metrics_reference.take(self._target, snapshot, found)
             return
-        self._launch("take", None, [self._target, snapshot, found], {}, 3, 1)
+        self._launch("take", None, (self._target, snapshot, found), {}, 3)
 
-    def _launch(self, name: str, key: Any, arguments: list[Any], constants: dict[str, Any], num_changing: int,
-                num_warps: int, sizes: tuple[int, ...] = ()) -> None:  # fmt: skip
+    def _launch(self, name: str, key: Any, arguments: Sequence[Any], constants: dict[str, Any], num_changing: int,
+                sizes: tuple[int, ...] = ()) -> Any | None:  # fmt: skip
         """Launches a kernel whose arguments from the second to number `num_changing` differ from call to call."""
         prepared = self._prepared.get((name, key))
         if prepared is not None:
-            words = [_word(argument) for argument in arguments[1:num_changing]]
-            prepared.run_with(pointer_table.current_stream(self._device), 1, words)
-            return
-        kernel = getattr(_kernels(), name)
-        if self._device.type == "cpu":
-            with _interpreter:
-                kernel[(1,)](*arguments, **constants)
-            return
-        relaxed = pointer_table.is_capturing(self._device)
-        with torch.cuda.device(self._device), pointer_table.relaxed_capture() if relaxed else contextlib.nullcontext():
-            compiled = kernel[(1,)](*arguments, **constants, num_warps=num_warps)
-        self._prepare((name, key), compiled, arguments, sizes or (8,) * len(arguments))
+            words = [kernel_launch.word_of(argument) for argument in arguments[1:num_changing]]
+            prepared.run_with(self.stream(), 1, words)
+            return prepared
+        compiled = kernel_launch.launch(getattr(_kernels(), name), self._device, 1, arguments, constants, 1)
+        prepared = kernel_launch.prepare(compiled, self._device, 1, arguments, sizes or (8,) * len(arguments))
+        if prepared is not None:
+            self._prepared[name, key] = prepared
+        return prepared
 
-    def _prepare(self, key: Any, compiled: Any, arguments: list[Any], sizes: tuple[int, ...]) -> None:
-        module = compiled_walker()
-        if module is None or not hasattr(module.Launch, "run_with"):
-            return
-        try:
-            threads = 32 * int(compiled.metadata.num_warps)
-            function, shared = int(compiled.function), int(compiled.metadata.shared)
-            words = [_word(argument) for argument in arguments]
-            with torch.cuda.device(self._device):
-                self._prepared[key] = module.Launch(function, 1, threads, shared, words, list(sizes))
-        except (AttributeError, TypeError, RuntimeError) as error:
-            _log.info("this Triton's kernels are launched through Triton: %s", error)
+
+def as_loss(loss: Tensor | None) -> Tensor | None:
+    """A loss that a kernel can read in place."""
+    return None if loss is None else _readable(loss)  # type: ignore[return-value]
+
+
+def excuse_mode(excuse: Tensor | None, is_scale: bool) -> int:
+    """What the kernels take as EXCUSE."""
+    return 0 if excuse is None else 2 if is_scale else 1
+
+
+def _kinds_of(values: Sequence[Tensor | float]) -> tuple[torch.dtype | None, ...]:
+    return tuple(value.dtype if isinstance(value, Tensor) else None for value in values)
 
 
 def _readable(value: Tensor | float) -> Tensor | int:
@@ -214,7 +190,3 @@ def _readable(value: Tensor | float) -> Tensor | int:
         return bits_of(value)
     value = value.detach()
     return value if is_plain(value) else value.resolve_neg().to(torch.float64).clone()
-
-
-def _word(argument: Tensor | int) -> int:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument

@@ -92,31 +92,22 @@ def metrics_kernel(state, snapshot, weight, v0, v1, v2, v3, v4, v5, v6, v7, v8, 
     tl.store(snapshot + cells, tl.load(state + cells))
 
 
-@triton.jit(do_not_specialize=["loss", "excuse", "counts", "num_tensors", "check"])
-def nonfinite_kernel(
-    record,
-    found,
-    loss,
-    excuse,
-    counts,
-    num_tensors,
-    check,
-    HAS_LOSS: tl.constexpr,
-    EXCUSE: tl.constexpr,
-    SPAN: tl.constexpr,
-):
+@triton.jit
+def note(record, found, loss, excuse, counts, num_tensors, check, HAS_LOSS: tl.constexpr, EXCUSE: tl.constexpr,
+         SPAN: tl.constexpr):  # fmt: skip
     """Notes in record int64 [RECORD] the first check since it was cleared that saw a non-finite value.
 
-    `counts` int64 [num_tensors]: non-finite values of each gradient. EXCUSE 1: gradients do not count where excuse []
-    is above zero (an optimizer's found_inf); 2: where it is at least one (a GradScaler's scale). found [] gets 1.0 once
-    the record holds something.
+    `counts` int64 [num_tensors]: non-finite values of each gradient, read past an L1 that may be stale. EXCUSE 1:
+    gradients do not count where excuse [] is above zero (an optimizer's found_inf); 2: where it is at least one (a
+    GradScaler's scale). found [] gets 1.0 once the record holds something. Gives the number of gradients with such
+    values.
     """
     lanes = tl.arange(0, SPAN)
     first = tl.full((SPAN,), 1 << 40, tl.int64)
     bad_tensors = tl.zeros((SPAN,), tl.int64)
     bad_values = tl.zeros((SPAN,), tl.int64)
     for at in range(0, num_tensors, SPAN):
-        count = tl.load(counts + at + lanes, mask=at + lanes < num_tensors, other=0)
+        count = tl.load(counts + at + lanes, mask=at + lanes < num_tensors, other=0, cache_modifier=".cg")
         hit = count > 0
         first = tl.minimum(first, tl.where(hit, (at + lanes).to(tl.int64), 1 << 40))
         bad_tensors += hit.to(tl.int64)
@@ -130,7 +121,7 @@ def nonfinite_kernel(
     if EXCUSE == 2:
         is_excused = (num_bad > 0) & (tl.load(excuse).to(tl.float32) >= 1.0)
     is_bad = (num_bad > 0) & (is_excused == 0)
-    at_index = tl.load(counts + index, mask=num_bad > 0, other=0)
+    at_index = tl.load(counts + index, mask=num_bad > 0, other=0, cache_modifier=".cg")
     if HAS_LOSS:
         value = tl.load(loss).to(tl.float64)
         bad_loss = (value != value) | (tl.abs(value) == float("inf"))
@@ -148,6 +139,24 @@ def nonfinite_kernel(
     now = seen + is_bad.to(tl.int64)
     tl.store(record, now)
     tl.store(found, (now > 0).to(tl.float32))
+    return num_bad
+
+
+@triton.jit(do_not_specialize=["counts", "num_tensors", "loss", "excuse", "check"])
+def nonfinite_kernel(
+    record,
+    found,
+    counts,
+    num_tensors,
+    loss,
+    excuse,
+    check,
+    HAS_LOSS: tl.constexpr,
+    EXCUSE: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """`note` for counts that are there already, or none."""
+    note(record, found, loss, excuse, counts, num_tensors, check, HAS_LOSS, EXCUSE, SPAN)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class GradTable:
     lock: Any = field(default_factory=threading.RLock)
     parts: Tensor | None = None
     """float64 [4, num_parts], made when statistics are first asked for"""
+    counts: Tensor | None = None
+    """int64 [num_tensors], zero between launches; made when non-finite values are first looked for"""
     launches: dict[Any, Any] = field(default_factory=dict)
     """prepared launches, by kernel"""
     per_multiprocessor: int | None = None
@@ -164,6 +166,16 @@ def scratch(table: GradTable, size: int) -> Tensor:
     """float64 scratch on the table's device, made where the table was made."""
     with _upload_stream(table.device):
         return torch.empty(size, dtype=torch.float64, device=table.device)
+
+
+def zero_counts(table: GradTable) -> Tensor:
+    """`table.counts`, made where the table was made."""
+    if table.counts is None:
+        with _upload_stream(table.device):
+            table.counts = torch.zeros(len(table.work.num_elements), dtype=torch.int64, device=table.device)
+        if table.device.type == "cuda" and not is_capturing(table.device):
+            table.counts.record_stream(table.user_stream)  # the table may have been forgotten, and freed, already
+    return table.counts
 
 
 @functools.cache
@@ -271,7 +283,8 @@ class TableCache:
     def _free(self, table: GradTable) -> None:
         """The memory was made on another stream than the one that reads it: it may go once that one is done."""
         if table.device.type == "cuda":
-            for tensor in (table.slots, table.program_parts, table.counter, table.coefficient, table.parts):
+            scratch = (table.program_parts, table.counter, table.coefficient, table.parts, table.counts)
+            for tensor in (table.slots, *scratch):
                 if tensor is not None:
                     tensor.record_stream(table.user_stream)
 
@@ -282,6 +295,14 @@ def current_stream(device: torch.device) -> int:
         return 0
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
+
+
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """`current_stream` of one device, at the cost of one call into C."""
+    read = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if device.type == "cpu" or read is None:  # a build without CUDA has nothing but stream 0
+        return int
+    return functools.partial(read, device.index)
 
 
 def device_of(rows: Tensor) -> torch.device | None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from perfdoctor.errors import UsageError
+
 _ROW = 512
 _SHORT = 1024  # up to here torch's own float32 norm is within 8e-7 (equal values, its worst case)
 
@@ -31,8 +33,13 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     parts = [_group_norm(group, norm_type) for group in groups]
     total = parts[0]
     if len(parts) > 1:
-        total = _vector_norm(torch.stack([part.to(device, torch.float64) for part in parts]), norm_type)
+        total = norm_of_norms([part.to(device, torch.float64) for part in parts], norm_type)
     return total.to(result_type(group[0] for group in groups))
+
+
+def norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
+    """[] from norms of groups, each []. Order 0 counts the tensors that are not all zero, as torch's: counts add up."""
+    return _vector_norm(torch.stack(norms), norm_type if norm_type != 0 else 1.0)
 
 
 def result_type(gradients: Iterable[Tensor]) -> torch.dtype:
@@ -100,7 +107,16 @@ def scale_(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
 
 
 def stats(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """float32 [4, n + 1]: sum, mean, L2, abs-max per tensor and, last, in total; int64 [n + 1]: non-finite values."""
+    """float32 [4, n + 1]: sum, mean, L2, abs-max per tensor and, last, in total; int64 [n + 1]: non-finite values.
+
+    Raises UsageError for a complex gradient.
+    """
+    for index, gradient in enumerate(gradients):
+        if gradient.is_complex():
+            raise UsageError(
+                f"gradient {index} (shape {tuple(gradient.shape)}) is complex, and so would be its sum: pass "
+                "torch.view_as_real(gradient), whose L2 is the same"
+            )
     device = gradients[0].device if gradients else torch.device("cpu")
     columns, counts = [], []
     for gradient in gradients:

@@ -62,7 +62,7 @@ def forget() -> None:
 
 def _still_right(recent: StatsTable, pairs: Pairs, kernel: str | None) -> bool:
     device = recent.table.device
-    if device.type == "cpu" and kernel != "triton":
+    if not launch_route.uses_table(device, kernel):
         return False
     if pointer_table.current_stream(device) != recent.table.stream or pointer_table.is_capturing(device):
         return False

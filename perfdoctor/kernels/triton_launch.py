@@ -1,15 +1,8 @@
-"""Launches of the Triton kernels over a pointer table.
-
-The first launch of a kernel goes through Triton, which compiles it; from the second on the compiled walker launches it
-with prepared arguments, because Triton's own launch costs the host more time than a small kernel runs.
-"""
+"""Launches of the Triton kernels over a pointer table (see `kernel_launch`)."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import pointer_table
+from perfdoctor.kernels import kernel_launch, pointer_table
 from perfdoctor.kernels.pointer_table import GradTable
 from perfdoctor.kernels.walker import compiled_walker
 from perfdoctor.kernels.work_list import TILE
@@ -29,9 +22,6 @@ _SCALE_SIZES = (8, 8, 4)
 _COLUMN_SIZES = (8, 8, 8, 8, 8, 4, 4)
 _STATS_OUT, _COLUMN_OUT = 4, 3  # where the two kernels of the statistics take `out`, with `counts` behind it
 _SCALE_PROGRAMS = 6  # of 256 threads with 34 registers each
-
-_interpreter = threading.Lock()  # Triton's interpreter keeps the running program's number in one place for all threads
-_log = logging.getLogger("perfdoctor")
 
 
 @functools.cache
@@ -123,30 +113,12 @@ def _span(grid: int) -> int:
 
 def _launch(kernel: Any, table: GradTable, grid: int, arguments: tuple[Any, ...], constants: dict[str, Any],
             num_warps: int = _NUM_WARPS, maxnreg: int | None = None) -> Any:  # fmt: skip
-    if table.device.type == "cpu":
-        with _interpreter:
-            return kernel[(grid,)](*arguments, **constants)
-    options = {"num_warps": num_warps}
-    if maxnreg is not None and torch.version.cuda is not None:
-        options["maxnreg"] = maxnreg
-    capturing = torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(table.device), pointer_table.relaxed_capture() if capturing else contextlib.nullcontext():
-        return kernel[(grid,)](*arguments, **constants, **options)
+    return kernel_launch.launch(kernel, table.device, grid, arguments, constants, num_warps, maxnreg)
 
 
 def _prepare(table: GradTable, name: Any, compiled: Any, grid: int, arguments: tuple[Any, ...],
              sizes: tuple[int, ...]) -> None:  # fmt: skip
     """Keeps the compiled kernel with its arguments for the next launches, where the walker could be compiled."""
-    module = compiled_walker()
-    if module is None or table.device.type == "cpu":
-        return
-    # Max_norm, the one float, is set at every launch; it may be infinite.
-    values = [value.data_ptr() if isinstance(value, Tensor) else 0 if isinstance(value, float) else int(value)
-              for value in arguments]  # fmt: skip
-    try:
-        threads = 32 * int(compiled.metadata.num_warps)
-        function, shared = int(compiled.function), int(compiled.metadata.shared)
-        with torch.cuda.device(table.device):
-            table.launches[name] = module.Launch(function, grid, threads, shared, values, list(sizes))
-    except (AttributeError, TypeError, RuntimeError) as error:
-        _log.info("this Triton's kernels are launched through Triton: %s", error)
+    prepared = kernel_launch.prepare(compiled, table.device, grid, arguments, sizes)
+    if prepared is not None:
+        table.launches[name] = prepared

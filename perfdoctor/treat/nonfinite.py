@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from perfdoctor.errors import NonFiniteError, UsageError
-from perfdoctor.kernels import launch_route, metrics_launch
+from perfdoctor.kernels import finite_launch, launch_route
 from perfdoctor.kernels.metrics_reference import RECORD
 from perfdoctor.kernels.pointer_table import is_capturing
 from perfdoctor.treat.host_ring import HostRing
@@ -221,34 +221,44 @@ class NonFiniteWatch:
         return pairs
 
     def _check(self, pairs: list[tuple[str, Tensor]], loss: Any, excuse: Tensor | None, is_scale: bool) -> None:
+        if self._record is not None and len(self._checks) < _MAX_CHECKS:
+            number = len(self._captured) + len(self._checks)
+            names = self._launches.repeat(pairs, loss, excuse, is_scale, number)
+            if names is not None:
+                self._checks.append(names)
+                return
         with torch.no_grad():
-            value = loss_of(loss)
-            names, counts = counts_of(pairs, self._kernel) if pairs else ((), None)
-            device = counts.device if counts is not None and names else self._device_of(value)
-            self._place(device)
-            if counts is None or not names:  # grad_stats gives nothing on the CPU then
-                counts = self._no_counts
-            here = None if value is None else value_at(device, value)
-            if excuse is not None:
-                excuse = value_at(device, excuse)
-            capturing = is_capturing(device)
-            if len(self._checks) >= _MAX_CHECKS:
-                raise UsageError(f"{_MAX_CHECKS} checks without a step(): call watch.step() at the end of every step")
-            number = len(self._captured) + (0 if capturing else len(self._checks))
-            self._launcher.note_nonfinite(self._found, here, excuse, is_scale, counts, number)
-            (self._captured if capturing else self._checks).append(names)
+            self._check_anew(pairs, loss_of(loss), excuse, is_scale)
 
-    def _device_of(self, loss: Tensor | float | None) -> torch.device:
-        if self._record is not None:
+    def _check_anew(
+        self, pairs: list[tuple[str, Tensor]], value: Tensor | float | None, excuse: Tensor | None, is_scale: bool
+    ) -> None:
+        device = self._place(pairs, value)
+        if len(self._checks) >= _MAX_CHECKS:
+            raise UsageError(f"{_MAX_CHECKS} checks without a step(): call watch.step() at the end of every step")
+        found = self._launches.find(pairs) if pairs else None
+        names, counts = counts_of(pairs, self._kernel) if pairs and found is None else ((), None)
+        here = None if value is None else value_at(device, value)
+        if excuse is not None:
+            excuse = value_at(device, excuse)
+        capturing = is_capturing(device)
+        number = len(self._captured) + (0 if capturing else len(self._checks))
+        if found is not None:
+            names = found.names
+            self._launches.run(found, pairs, here, excuse, is_scale, number)
+        else:
+            there = value_at(device, counts) if counts is not None and names else None
+            self._launches.note(there, here, excuse, is_scale, number)
+        (self._captured if capturing else self._checks).append(names)
+
+    def _place(self, pairs: list[tuple[str, Tensor]], value: Tensor | float | None) -> torch.device:
+        """Memory for the record, on the device where the first check runs; gives that device.
+
+        It moves once: from the CPU, where the model was, to the device where it is now.
+        """
+        device = self._device_of(pairs, value)
+        if self._record is not None and (self._record.device == device or self._record.device.type != "cpu"):
             return self._record.device
-        if isinstance(loss, Tensor):
-            return loss.device
-        return self._pairs[0][1].device
-
-    def _place(self, device: torch.device) -> None:
-        """Memory for the record, on the device where the checks run."""
-        if self._record is not None and self._record.device == device:
-            return
         if is_capturing(device):
             raise UsageError(
                 "NonFiniteWatch: the first check lies in a graph capture, where its memory would belong to the graph: "
@@ -259,26 +269,34 @@ class NonFiniteWatch:
         with torch.inference_mode(False):
             self._record = torch.zeros(RECORD, dtype=torch.int64, device=device)
             self._found = torch.zeros((), dtype=torch.float32, device=device)
-            self._no_counts = torch.zeros(0, dtype=torch.int64, device=device)
             self._ring = HostRing(self._record, self._max_lag + 1)
-        kernel = None if self._kernel == "cuda" else self._kernel
-        self._launcher = metrics_launch.Launcher(self._record, kernel)
+            self._launches = finite_launch.Checks(self._record, self._found, self._kernel)
+        return device
+
+    def _device_of(self, pairs: list[tuple[str, Tensor]], value: Tensor | float | None) -> torch.device:
+        """That of the first gradient, else of the loss, else of the model."""
+        for _, parameter in pairs:
+            if parameter.grad is not None:
+                return parameter.grad.device
+        return value.device if isinstance(value, Tensor) else self._pairs[0][1].device
 
     def _send(self) -> None:
         """Starts the copy of this step's record, and clears it."""
         slot = self._ring.next_slot
         assert slot is not None  # step() leaves at most max_lag of max_lag + 1 in flight
-        with torch.no_grad():
-            self._launcher.take(self._ring.sources[slot], self._found)
-        checks = (*self._captured, *self._checks)
-        self._ring.send(slot, StepNote(step=self._num_steps, checks=checks, skips=self._on_hit == "skip"))
+        self._launches.take(self._ring.sources[slot])
+        self._ring.send(slot, (self._num_steps, (*self._captured, *self._checks)))
         self._checks.clear()
 
-    def _act_on(self, arrived: list[tuple[StepNote, list[int]]]) -> None:
-        found = [hit_of(note, record, self._num_steps) for note, record in arrived]
-        new = [hit for hit in found if hit is not None]
-        self._hits += new
-        self._pending += new
+    def _act_on(self, arrived: list[tuple[tuple[int, tuple[NAMES, ...]], list[int]]]) -> None:
+        for (step, checks), record in arrived:
+            if not record[0]:
+                continue
+            note = StepNote(step=step, checks=checks, skips=self._on_hit == "skip")
+            found = hit_of(note, record, self._num_steps)
+            if found is not None:
+                self._hits.append(found)
+                self._pending.append(found)
         while self._pending:
             hit = self._pending.popleft()
             if self._on_hit == "raise":

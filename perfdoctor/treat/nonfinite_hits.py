@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perfdoctor.kernels.metrics_reference import RECORD
+from perfdoctor.units import format_plural
 
 NAMES = tuple[str, ...]
 
@@ -30,10 +31,10 @@ class NonFiniteHit:
     def __str__(self) -> str:
         what = "the loss is not finite"
         if self.parameter is not None:
-            values = "1 value is" if self.num_values == 1 else f"{self.num_values} values are"
+            values = f"{format_plural(self.num_values, 'value')} {'is' if self.num_values == 1 else 'are'}"
             what = f"the gradient of {self.parameter}: {values} not finite"
         if self.num_parameters > (self.parameter is not None):
-            what += f" ({self.num_parameters} parameter{'s' * (self.num_parameters > 1)} in all)"
+            what += f" ({format_plural(self.num_parameters, 'parameter')} in all)"
         return f"step {self.step}: {what}"
 
 

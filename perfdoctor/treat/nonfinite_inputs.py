@@ -50,12 +50,13 @@ def counts_of(pairs: list[tuple[str, Tensor]], kernel: str | None) -> tuple[NAME
     try:
         stats = grad_stats(pairs, kernel=kernel)
     except UsageError:
-        if not any(parameter.grad is not None and parameter.grad.is_sparse for _, parameter in pairs):
+        if not any(p.grad is not None and (p.grad.is_sparse or p.grad.is_complex()) for _, p in pairs):
             raise
         # A sparse gradient has its values in a dense tensor; coalescing it would wait for the device.
         present = [(name, parameter.grad) for name, parameter in pairs if parameter.grad is not None]
         dense = [(name, grad._values() if grad.is_sparse else grad) for name, grad in present]
-        stats = grad_stats(dense, kernel=kernel)
+        real = [(name, torch.view_as_real(grad) if grad.is_complex() else grad) for name, grad in dense]
+        stats = grad_stats(real, kernel=kernel)
     return stats.names, stats.per_tensor.num_nonfinite
 
 

@@ -132,6 +132,16 @@ def test_shared_and_odd_gradients() -> None:
     assert float(grad_norm(double, kernel="triton")) == pytest.approx(math.sqrt(7), rel=1e-6)
 
 
+def test_memory_that_several_gradients_share_counts_as_without_a_kernel() -> None:
+    for kernel in ("triton", "torch"):
+        memory = torch.ones(4)
+        parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))]
+        parameters[0].grad, parameters[1].grad = memory, memory.view(2, 2)
+        assert float(grad_norm(parameters, kernel=kernel)) == 2.0
+        assert float(clip_grad_norm_(parameters, 1.0, kernel=kernel)) == 2.0
+        torch.testing.assert_close(memory, torch.full((4,), 0.5))
+
+
 def test_statistics_follow_the_gradients() -> None:
     """A list of pairs that is passed again and again, while what it stands for changes."""
     parameters = parameters_of([torch.float32], 1)[5:9]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from perfdoctor.errors import NonFiniteError
-from perfdoctor.kernels import metrics_reference
+from perfdoctor.kernels import metrics_reference, pointer_table, stats_table
+from perfdoctor.kernels.finite_launch import Checks
 from perfdoctor.kernels.metrics_launch import READABLE, Launcher
 from perfdoctor.treat.device_metrics import DeviceMetrics
 from perfdoctor.treat.nonfinite import NonFiniteWatch
@@ -133,3 +134,69 @@ def test_a_watch_by_the_kernels() -> None:
             watch.step()
     with pytest.raises(NonFiniteError, match=r"step 2: the gradient of 1\.weight: 1 value is not finite"):
         watch.step()
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 7, 1024, 1025, 0, 9000, 3, 64, 5)
+
+
+def gradients_of(dtypes: tuple[torch.dtype, ...], bad: dict[int, int], value: float) -> list[tuple[str, Tensor]]:
+    """Named gradients; `bad`: how many values of each, from its end, are not finite. Some start off 16 bytes."""
+    pairs = []
+    for index, size in enumerate(SIZES):
+        whole = torch.full((size + 1,), 0.5, dtype=dtypes[index % len(dtypes)])
+        gradient = whole[index % 2 :][:size]
+        if index in bad:
+            gradient[size - bad[index] :] = value
+        pairs.append((f"p{index}", gradient))
+    return pairs
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES[1:2], DTYPES], ids=str)
+@pytest.mark.parametrize("bad", [{}, {6: 3, 3: 1024, 5: 9000, 1: 1}, {8: 5}], ids=str)
+@pytest.mark.parametrize("loss", [None, math.nan])
+def test_gradients_and_loss_in_one_launch(dtypes: tuple[torch.dtype, ...], bad: dict[int, int],
+                                          loss: float | None) -> None:  # fmt: skip
+    pairs = gradients_of(dtypes, bad, math.nan if len(bad) % 2 else -math.inf)
+    here = None if loss is None else torch.tensor(loss).bfloat16()
+    record, found = torch.zeros(8, dtype=torch.int64), torch.zeros(())
+    checks = Checks(record, found, "triton")
+    table = checks.find(pairs)
+    assert table is not None
+    for number in (3, 4):
+        checks.run(table, pairs, here, None, False, number)
+        assert not pointer_table.zero_counts(table.table).any()
+        assert not table.table.counter.any()
+    is_bad_loss = loss is not None and not math.isfinite(loss)
+    first = min(bad, default=0)
+    assert record[0] == 2 * (is_bad_loss or bool(bad))
+    assert float(found) == (record[0] > 0)
+    if record[0]:
+        assert record[1:4].tolist() == ([3, -1, 1] if is_bad_loss else [3, first, bad[first]])
+        assert record[4:6].tolist() == [len(bad), sum(bad.values())]
+    stats_table.forget()
+
+
+@pytest.mark.parametrize(
+    ("excuse", "is_scale", "counts"), [(1.0, False, 0), (0.0, False, 1), (2.0, True, 0), (0.5, True, 1)]
+)
+def test_excused_gradients(excuse: float, is_scale: bool, counts: int) -> None:
+    pairs = gradients_of(DTYPES, {2: 1}, math.inf)
+    record, found = torch.zeros(8, dtype=torch.int64), torch.zeros(())
+    checks = Checks(record, found, "triton")
+    table = checks.find(pairs)
+    assert table is not None
+    checks.run(table, pairs, torch.zeros(()), torch.tensor(excuse), is_scale, 0)
+    assert (record[0], record[6], float(found)) == (counts, 1 - counts, counts)
+    snapshot = torch.full_like(record, -1)
+    checks.take(snapshot)
+    assert snapshot[0] == counts
+    assert not record.any()
+    stats_table.forget()
+
+
+def test_a_gradient_under_two_names_is_not_for_one_launch() -> None:
+    gradient = torch.ones(5)
+    checks = Checks(torch.zeros(8, dtype=torch.int64), torch.zeros(()), "triton")
+    assert checks.find([("a", gradient), ("b", gradient)]) is None
+    stats_table.forget()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from perfdoctor.errors import UsageError
 from perfdoctor.kernels import custom_ops  # noqa: F401 (registers the ops)
 from perfdoctor.kernels.grad_stats import clip_grad_norm_, grad_norm, grad_stats
 
@@ -52,6 +53,14 @@ def test_compiled_clip_scales_in_place() -> None:
     torch.testing.assert_close(norm, clip_grad_norm_(eager, 0.5))
     for mine, other in zip(ours, eager, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_kernel_that_is_none_is_refused_where_a_graph_is_traced_too() -> None:
+    chosen = parameters()
+    for call in (lambda: grad_norm(chosen, kernel="cudnn"), lambda: clip_grad_norm_(chosen, 1.0, kernel="cudnn")):
+        torch._dynamo.reset()
+        with pytest.raises(UsageError, match="kernel='cudnn'"):
+            torch.compile(call, backend="aot_eager")()
 
 
 def test_compiled_stats() -> None:

@@ -81,6 +81,35 @@ def test_parameter_listed_twice_counts_once() -> None:
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
 
 
+def test_the_memory_of_a_gradient_counts_once_however_it_is_viewed() -> None:
+    """As in the kernels' table, which knows addresses: the results must not hang on where the tensors lie."""
+    memory = torch.ones(4)
+    parameters = parameters_with([memory, memory.view(2, 2), memory[:]])
+    assert float(grad_norm(parameters)) == 2.0
+    assert float(grad_stats([(str(number), each) for number, each in enumerate(parameters)]).total.l2) == 2.0
+    assert float(clip_grad_norm_(parameters, 1.0)) == 2.0
+    torch.testing.assert_close(memory, torch.full((4,), 0.5))
+    wide = torch.ones(8)  # the same address and number of elements, other elements
+    assert float(grad_norm(parameters_with([wide[:4], wide[::2]]))) == pytest.approx(math.sqrt(8))
+    assert float(grad_norm([memory, memory])) == pytest.approx(math.sqrt(2))  # gradients themselves: as often as given
+
+
+@pytest.mark.parametrize("norm_type", [0.0, 0.5, 1.0, 3.0, -1.0, math.inf, -math.inf, math.nan])
+def test_orders_over_mixed_types_as_torch(norm_type: float) -> None:
+    gradients = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, -2.0]), torch.tensor([4.0], dtype=torch.float64)]
+    expected = torch.nn.utils.get_total_norm(gradients, norm_type)
+    torch.testing.assert_close(grad_norm(gradients, norm_type), expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_complex_gradients_have_a_norm_and_no_statistics() -> None:
+    gradient = torch.tensor([3.0 + 4.0j, -12.0j])
+    assert float(grad_norm([gradient])) == pytest.approx(13.0)
+    assert float(grad_norm([gradient], math.inf)) == pytest.approx(12.0)
+    with pytest.raises(UsageError, match=r"complex.*view_as_real"):
+        grad_stats([("a", torch.ones(2)), ("b", gradient)])
+    assert float(grad_stats([("a", torch.view_as_real(gradient))]).total.l2) == pytest.approx(13.0)
+
+
 @pytest.mark.parametrize("dtypes", [[dtype] for dtype in DTYPES] + [DTYPES])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
@@ -142,8 +171,13 @@ def test_sparse_and_wrong_things_are_named() -> None:
         grad_norm([torch.ones(1)], kernel="cudnn")
     with pytest.raises(UsageError, match="cannot read cpu"):
         grad_norm([torch.ones(1)], kernel="cuda")
-    with pytest.raises(UsageError, match=r"named_parameters\(\)"):
-        grad_stats([torch.ones(1)])  # type: ignore[list-item]
+    for named in ([torch.ones(1)], None, 3):
+        with pytest.raises(UsageError, match=r"named_parameters\(\)"):
+            grad_stats(named)  # type: ignore[arg-type]
+    for call in (grad_norm, lambda items: clip_grad_norm_(items, 1.0)):
+        for items in (nn.Linear(1, 1), None, 3):
+            with pytest.raises(UsageError, match=r"got a \w+: pass list\(model.parameters\(\)\)"):
+                call(items)
 
 
 def test_stats_worked_out_by_hand() -> None:

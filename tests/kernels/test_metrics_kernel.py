@@ -47,35 +47,3 @@ def test_the_kernel_cannot_read_the_cpu() -> None:
     state = metrics_reference.new_state(torch.device("cpu"), 0.5)
     with pytest.raises(UsageError, match="kernel='triton' cannot read cpu tensors"):
         Launcher(state, "triton")
-
-
-class Recorded:
-    """In the place of a compiled kernel: keeps what it would be launched with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, list[int]]] = []
-
-    def run_with(self, stream: int, first: int, words: list[int]) -> None:
-        self.calls.append((first, words))
-
-
-def test_a_prepared_launch_gets_the_addresses_of_now() -> None:
-    state = metrics_reference.new_state(torch.device("cpu"), 0.5)
-    launcher, kernel, snapshot = Launcher(state, None), Recorded(), torch.empty_like(state)
-    launcher._prepared["metrics", ((3, 4), (None, torch.bfloat16, None))] = kernel
-    loss = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    launch = launcher.prepared((3, 4), [loss, 7], 2.0)
-    assert launch is not None
-    launch(snapshot)
-    assert kernel.calls == [(1, [snapshot.data_ptr(), bits_of(2.0), loss.data_ptr(), bits_of(7.0)])]
-    refused: list[tuple[list[object], object]] = [
-        ([torch.ones(2, dtype=torch.bfloat16), 7], 2.0),  # two elements
-        ([torch.ones(1, dtype=torch.float32), 7], 2.0),  # another kernel
-        ([torch._neg_view(torch.ones(1, dtype=torch.bfloat16)), 7], 2.0),
-        ([torch.ones(1, dtype=torch.bfloat16, device="meta"), 7], 2.0),
-        ([loss, "7"], 2.0),
-        ([loss, 7], -2.0),
-        ([loss, 7], None),
-    ]
-    assert [launcher.prepared((3, 4), values, weight) for values, weight in refused] == [None] * len(refused)
-    assert launcher.prepared((4, 3), [loss, 7], 2.0) is None

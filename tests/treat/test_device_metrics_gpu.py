@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import metrics_launch, walker
+from perfdoctor.kernels import kernel_launch, walker
 from perfdoctor.kernels.metrics_launch import READABLE
 from perfdoctor.treat import host_ring
 from perfdoctor.treat.device_metrics import DeviceMetrics
@@ -175,7 +175,7 @@ def test_two_gpus() -> None:
 def test_with_and_without_the_compiled_walker(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
         monkeypatch.setattr(host_ring, "compiled_walker", lambda: None)
-        monkeypatch.setattr(metrics_launch, "compiled_walker", lambda: None)
+        monkeypatch.setattr(kernel_launch, "compiled_walker", lambda: None)
     elif walker.compiled_walker() is None:
         pytest.skip("needs a C++ compiler")
     seen: list[tuple[int, float]] = []
@@ -184,7 +184,8 @@ def test_with_and_without_the_compiled_walker(compiled: bool, monkeypatch: pytes
         metrics.update(x=torch.full((), float(step), device="cuda"), rate=0.25)
         if step % 20 == 0:
             torch.cuda.synchronize()
-    assert (metrics._ring._copy_out is not None) is compiled
+    assert bool(metrics._ring.addresses) is compiled
+    assert bool(metrics._known) is compiled
     assert bool(metrics._launcher._prepared) is compiled
     assert metrics.read().statistics["x"].sum == 199 * 200 / 2
     assert seen == [(step, float(step)) for step in range(1, 200)]

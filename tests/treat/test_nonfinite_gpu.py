@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from perfdoctor.errors import NonFiniteError, UsageError
+from perfdoctor.kernels import walker
 from perfdoctor.treat.nonfinite import NonFiniteWatch
 from perfdoctor.watch.sync_guard import sync_guard
 
@@ -167,3 +168,77 @@ def test_sparse_gradients() -> None:
                 watch.check()
                 watch.step()
         watch.finish()
+
+
+ONE_CYCLE = pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle:UserWarning")
+
+
+@ONE_CYCLE  # there is only one cycle
+def test_two_launches_a_step() -> None:
+    """One for all gradients and the loss, one that takes the record; the copy is no kernel."""
+    model, _ = model_and_optimizer()
+    model(torch.randn(8, 16, device="cuda")).square().mean().backward()
+    watch, loss = NonFiniteWatch(model), torch.ones((), device="cuda")
+
+    def step() -> None:
+        watch.check(loss)
+        watch.step()
+
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [name for name in kernels if "memcpy" not in name.lower()]
+    assert sorted(set(kernels)) == ["finite_kernel", "take_kernel"]
+    assert len(kernels) == 10
+    if walker.compiled_walker() is not None:
+        assert watch._launches.num_prepared == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_that_move_are_read_where_they_are(dtype: torch.dtype) -> None:
+    """New memory for every gradient in every step; the old memory is NaN, and would be an alarm."""
+    model = nn.Sequential(*[nn.Linear(index + 1, index + 2) for index in range(20)]).cuda().to(dtype)
+    watch = NonFiniteWatch(model, max_lag=100)
+    kept: list[torch.Tensor] = []
+    bad = {7: ("3.weight", 4), 12: ("19.bias", 1), 15: ("0.weight", 2)}
+    seen = []
+    watch._on_hit = seen.append
+    for step in range(1, 20):
+        for parameter in model.parameters():
+            if parameter.grad is not None and step % 3:
+                continue  # it stays for two steps
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.nan)
+                kept.append(parameter.grad)
+            parameter.grad = torch.full_like(parameter, 0.5)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(0.5)
+            if step in bad and bad[step][0] == name:
+                parameter.grad.view(-1)[: bad[step][1]].fill_(math.inf)
+        watch.check(torch.ones((), device="cuda", dtype=dtype))
+        watch.step()
+    watch.finish()
+    assert [(hit.step, hit.parameter, hit.num_values) for hit in seen] == [(step, *what) for step, what in bad.items()]
+
+
+def test_other_streams() -> None:
+    model, _ = model_and_optimizer()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    found: list[Any] = []
+    watch, loss = NonFiniteWatch(model, on_hit=found.append, max_lag=100), torch.ones((), device="cuda")
+    side = torch.cuda.Stream()
+    for step in range(1, 7):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if step % 2 else torch.cuda.current_stream()):
+            model[2].bias.grad.fill_(math.nan if step == 3 else 0.0)  # type: ignore[union-attr]
+            watch.check(loss)
+            watch.step()
+        torch.cuda.current_stream().wait_stream(side)
+    watch.finish()
+    assert [(hit.step, hit.parameter) for hit in found] == [(3, "2.bias")]
