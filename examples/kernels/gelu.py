@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from tiling import LAUNCHES, Tiling, tilings
 from torch import Tensor
-from variants import ELEMENTS, Variant, check_alike, compiled, show, stream_of
+from variants import ELEMENTS, Variant, check_alike, check_forward_only, compiled, show, stream_of
 
 TITLE = "GeLU (tanh)"
 ROOF = "copy"
@@ -75,8 +75,9 @@ def _gelu_kernel(x, out, num_elements, BLOCK: tl.constexpr, LOAD: tl.constexpr, 
 
 
 def gelu_triton(x: Tensor, tiling: Tiling = _TILING) -> Tensor:
-    """GeLU of a contiguous tensor. Raises ValueError for others."""
+    """GeLU of a contiguous tensor, without backward. Raises ValueError for others."""
     check_alike(x)
+    check_forward_only(x)
     out = torch.empty_like(x)
     if x.numel():
         blocks = triton.cdiv(x.numel(), tiling.block)
@@ -90,6 +91,7 @@ def gelu_triton(x: Tensor, tiling: Tiling = _TILING) -> Tensor:
 def gelu_cuda(x: Tensor, threads: int = 128, ahead: int = 1) -> Tensor:
     """The same by gelu.cu: a thread has `ahead` (1, 2, 4) 16-byte loads in flight; 256 with 4 are the Triton tile."""
     check_alike(x)
+    check_forward_only(x)
     out = torch.empty_like(x)
     if x.numel():
         with torch.cuda.device(x.device):

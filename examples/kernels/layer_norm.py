@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from tiling import num_programs
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from variants import Variant, check_alike, show
 
 TITLE = "LayerNorm + ReLU + skip"
@@ -133,6 +134,7 @@ class _FusedBlock(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # twice is an error, not a gradient that ends here in silence
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias, mean, rstd = ctx.saved_tensors
         grad_out = grad_out.contiguous()
@@ -181,8 +183,11 @@ def block_triton(
     """
     check_alike(x, skip)
     check_alike(weight, bias)
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight {tuple(weight.shape)} for rows of x {tuple(x.shape)}: give one weight a column")
+    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.device != x.device:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} on {weight.device} for rows of x {tuple(x.shape)} on {x.device}: give one "
+            "weight a column, beside x"
+        )
     num_columns = x.shape[-1]
     if not x.numel() or num_columns > LONGEST_IN_REGISTERS:
         return _long_rows(x, skip, weight, bias, eps)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from tiling import num_programs
 from torch import Tensor
-from variants import Variant, check_alike, show
+from variants import Variant, check_alike, check_forward_only, show
 
 TITLE = "row softmax"
 ROOF = "copy"
@@ -142,9 +142,11 @@ def plan_for(num_columns: int) -> RowPlan:
 def softmax_triton(x: Tensor, plan: RowPlan | None = None) -> Tensor:
     """Softmax over the last dimension of a contiguous tensor; 0-dimensional tensors and empty ones included.
 
-    Raises ValueError for tensors that are not contiguous or of another dtype.
+    Raises ValueError for tensors that are not contiguous, of another dtype, or that want a gradient: there is no
+    backward.
     """
     check_alike(x)
+    check_forward_only(x)
     out = torch.empty_like(x)
     if not x.numel():
         return out

@@ -34,9 +34,11 @@ SHAPES = {"1000 x 1024": (1024,) * 1000, "GPT-2 124M, 148 tensors": _gpt2_sizes(
 def make_table(tensors: Sequence[Tensor]) -> Tensor:
     """Where the tensors lie, int64 [n, 2] on their device: address, number of elements.
 
-    Raises ValueError for tensors that are not contiguous or not alike. The copy to the device waits for it: a table
-    that is made for every call costs more than the kernel.
+    Raises ValueError for no tensors, and for tensors that are not contiguous or not alike. The copy to the device waits
+    for it: a table that is made for every call costs more than the kernel.
     """
+    if not tensors:
+        raise ValueError("no tensors: a table needs one at least")
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype not in ELEMENTS or (tensor.dtype, tensor.device) != (first.dtype, first.device):
@@ -54,6 +56,11 @@ def sums_cuda(tensors: Sequence[Tensor], table: Tensor | None = None, threads: i
     if not tensors:
         return torch.empty(0)
     table = make_table(tensors) if table is None else table
+    if table.shape != (len(tensors), 2) or table.device != tensors[0].device:
+        raise ValueError(
+            f"a table {tuple(table.shape)} on {table.device} for {len(tensors)} tensors on {tensors[0].device}: make "
+            "one for these with make_table"
+        )
     out = torch.empty(len(tensors), dtype=torch.float32, device=table.device)
     with torch.cuda.device(table.device):
         compiled("tensor_sums").sums(

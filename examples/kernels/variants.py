@@ -132,6 +132,15 @@ def check_alike(*tensors: Tensor) -> None:
             )
 
 
+def check_forward_only(*tensors: Tensor) -> None:
+    """Raises ValueError where autograd would want a gradient: a kernel without backward would cut it off in silence."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "a tensor requires a gradient, and this kernel has no backward: call it under torch.no_grad(), or with "
+            "tensor.detach() (layer_norm.py shows a kernel with its backward)"
+        )
+
+
 def show(example: str) -> int:
     """What `python examples/kernels/<example>.py` does: check every variant, then time it. Returns the exit code."""
     from table import main

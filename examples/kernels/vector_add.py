@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from tiling import LAUNCHES, Tiling, tilings
 from torch import Tensor
-from variants import ELEMENTS, Variant, check_alike, compiled, show, stream_of
+from variants import ELEMENTS, Variant, check_alike, check_forward_only, compiled, show, stream_of
 
 TITLE = "vector add"
 ROOF = "copy"
@@ -47,8 +47,9 @@ def _add_kernel(x, y, out, num_elements, BLOCK: tl.constexpr, LOAD: tl.constexpr
 
 
 def add_triton(x: Tensor, y: Tensor, tiling: Tiling = _TILING) -> Tensor:
-    """x + y of contiguous tensors of one shape and dtype. Raises ValueError for others."""
+    """x + y of contiguous tensors of one shape and dtype, without backward. Raises ValueError for others."""
     check_alike(x, y)
+    check_forward_only(x, y)
     out = torch.empty_like(x)
     if x.numel():
         blocks = triton.cdiv(x.numel(), tiling.block)
@@ -65,6 +66,7 @@ def add_cuda(x: Tensor, y: Tensor, threads: int = 256, ahead: int = 1) -> Tensor
     256 threads with 4 are what Triton makes of 4096 float32 elements and 8 warps.
     """
     check_alike(x, y)
+    check_forward_only(x, y)
     out = torch.empty_like(x)
     if x.numel():
         with torch.cuda.device(x.device):

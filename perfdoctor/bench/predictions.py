@@ -134,9 +134,10 @@ def _tried(report: dict[str, Any], guilty: list[dict[str, Any]], lines: set[int]
     if len(savings) <= 1:
         return savings[0] if savings else None
     arms = (report.get("trial") or {}).get("arms", ())
-    innocent = [a for a in arms if a["site"] and a["site"]["line"] not in lines and a["saving"]["low_ms"] > 0]
+    single = [arm for arm in arms if arm["code"] is not None]
+    innocent = [a for a in single if (a["site"] or {}).get("line") not in lines and a["saving"]["low_ms"] > 0]
     for arm in arms:
-        if arm["site"] is None and not innocent:
+        if arm["code"] is None and not innocent:
             saving: dict[str, float] = arm["saving"]
             return saving
     return {key: sum(saving[key] for saving in savings) for key in ("mid_ms", "low_ms", "high_ms")}

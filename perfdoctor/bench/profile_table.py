@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perfdoctor.bench.timing import settle
+from perfdoctor.bench.timing import refuse_unstarted, settle
 from perfdoctor.errors import UsageError
 from perfdoctor.record import crossings
 from perfdoctor.units import format_count, format_duration, format_share
@@ -95,8 +95,8 @@ def profile_table(
         top: how many ops are kept, the most expensive.
 
     Raises:
-        UsageError: nothing to call, a count below 1, a path that no file can have, or another torch.profiler, running
-            already or started by `fn`.
+        UsageError: nothing to call, a call that returns a generator or a coroutine not yet run, a count below 1, a path
+            that no file can have, or another torch.profiler, running already or started by `fn`.
         OSError: the file cannot be written.
     """
     _check(name, fn, with_stack, top=top, runs=runs, warmup=warmup)
@@ -127,7 +127,7 @@ def _check(name: str, fn: object, with_stack: object, **counts: object) -> None:
         )
     for option, value in counts.items():
         least = 0 if option == "warmup" else 1
-        if not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UsageError(f"profile {name!r}: {option}={value!r}; give a whole number from {least} up")
     if isinstance(with_stack, bool):
         return
@@ -147,7 +147,7 @@ def _record(name: str, fn: Callable[[], object], runs: int, warmup: int, with_st
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(warmup):
-        fn()
+        refuse_unstarted(f"profile {name!r}", fn())
     settle()
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available() and not crossings.is_emulated():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from perfdoctor.bench.measurement import Measurement, measure
 from perfdoctor.errors import UsageError
+from perfdoctor.record import crossings
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ _MIN_REPEATS = 5
 _L2_ERASED = 4  # times the L2's size is overwritten: what is read after it comes from memory
 _HOST_ERASED_BYTES = 1 << 26
 _MAX_AHEAD_NS = 20e6
+_EVENTS_NS = 10_000  # of the host: two events and the eraser
 _CYCLES_PER_NS = 2.0  # of a GPU's clock, about: only how far the host gets ahead hangs on it
 _IDLE_NS = 5_000  # between two events with nothing, or one tiny kernel, between them
 _HOST_WORK_NS = 100_000  # a host that is busy for this long and leaves the GPU idle does the work itself
@@ -45,9 +47,11 @@ def benchmark(
     """The times of `fn()`: warmed up, synchronised at the edges only, never between calls.
 
     On a GPU each time is from the CUDA event before a call to the one after it, on the current stream. The device is
-    kept busy while the host gets ahead, so a short kernel is timed and not its launch. Where all repeats would keep the
-    host for more than 20 ms it does not get ahead, and a call whose launches take longer than its kernels is timed as
-    such (`graph_calls` takes the host out). On the CPU it is the host's clock.
+    kept busy until all calls are queued, so a short kernel is timed and not its launch; where it came to an end of that
+    before, all are called and timed again with more of it. Where all repeats would keep the host for more than 20 ms,
+    or the launch queue overflows, the host does not get ahead, and a call whose launches take longer than its kernels
+    is timed as such. The two events themselves are about 5 us of every time: for kernels that are not much longer,
+    `graph_calls` takes both the host and the events out. On the CPU it is the host's clock.
 
     Args:
         bytes_moved, num_flops: of one call; they give `bytes_per_s` and `flops_per_s`.
@@ -59,20 +63,21 @@ def benchmark(
         graph_calls: time the replay of a CUDA graph of so many calls, per call. Needs a GPU.
 
     Raises:
-        UsageError: nothing to call or to repeat, a figure or a device that is none, a graph without a GPU, or
-            `flush_l2` with several calls in a graph.
+        UsageError: nothing to call or to repeat, a function whose call does nothing yet (it returns a generator or a
+            coroutine), a figure or a device that is none, a graph without a GPU, or `flush_l2` with several calls in a
+            graph.
     """
     _check_call(name, fn, repeats, warmup, flush_l2, graph_calls)
     _check_figures(name, bytes_moved=bytes_moved, num_flops=num_flops, budget_s=budget_s)
     found = None if device is None else _checked_device(name, device)
     if found is None:
-        found = _device_of(name, fn())
+        found = _device_of(name, refuse_unstarted(f"benchmark {name!r}", fn()))
     kind, index = found or _guess()
     if graph_calls and kind != "cuda":
         raise UsageError(f"benchmark {name!r}: graph_calls needs a GPU; leave it out on the {kind}")
     with _current(kind, index):
         run = graph_of(fn, graph_calls) if graph_calls else fn
-        enqueue_ns, whole_ns = _warm_up(run, warmup, kind)
+        enqueue_ns, whole_ns = _warm_up(name, run, warmup, kind)
         affordable = budget_s * 1e9 / max(whole_ns, 1.0)
         repeats = repeats if affordable >= repeats else min(repeats, max(_MIN_REPEATS, int(affordable)))
         erase = _eraser(kind) if flush_l2 else _nothing
@@ -118,6 +123,16 @@ def graph_of(fn: Callable[[], object], num_calls: int) -> Callable[[], object]:
     return lambda: (replay(), kept)[0]
 
 
+def refuse_unstarted(what: str, result: object) -> object:
+    """The result of a call, unless the call has done nothing yet. Raises UsageError for a generator or coroutine."""
+    if isinstance(result, (Generator, Coroutine, AsyncGenerator)):
+        raise UsageError(
+            f"{what}: the call returns a {type(result).__name__} and its body has not run; give a function that runs "
+            "it to its end, as lambda: list(f(x))"
+        )
+    return result
+
+
 def leaves_idle(times_ns: list[float], enqueue_ns: float) -> bool:
     """Whether a call that keeps the host so long gave the GPU nothing to speak of: its work is the host's."""
     return enqueue_ns > _HOST_WORK_NS and float(np.median(times_ns)) < _IDLE_NS
@@ -131,7 +146,7 @@ def _check_call(
             f"benchmark {name!r}: {fn!r} cannot be called; give a function without arguments, as lambda: f(x)"
         )
     for option, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("graph_calls", graph_calls, 0)):
-        if not isinstance(value, (int, np.integer)) or value < least:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
             raise UsageError(f"benchmark {name!r}: {option}={value!r}; give a whole number from {least} up")
     if flush_l2 and isinstance(graph_calls, int) and graph_calls > 1:
         raise UsageError(f"benchmark {name!r}: flush_l2 reaches only the first call of a graph; use graph_calls=1")
@@ -139,7 +154,7 @@ def _check_call(
 
 def _check_figures(name: str, **figures: object) -> None:
     for option, value in figures.items():
-        if value is None:
+        if value is None and option != "budget_s":
             continue
         number = isinstance(value, (int, float, np.number)) and not math.isnan(value)
         if not number or value < 0 or (math.isinf(value) and option != "budget_s"):  # type: ignore[operator,arg-type]
@@ -179,14 +194,15 @@ def _guess() -> tuple[str, int | None]:
     return ("cuda" if torch.cuda.is_available() else "cpu"), None
 
 
-def _tensors(result: object) -> Iterator[torch.Tensor]:
+def _tensors(result: object, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """`inside`: the containers around it, of which one may be in itself."""
     import torch
 
     if isinstance(result, torch.Tensor):
         yield result
-    elif isinstance(result, (tuple, list, Mapping)):
+    elif isinstance(result, (tuple, list, Mapping)) and id(result) not in inside:
         for part in result.values() if isinstance(result, Mapping) else result:
-            yield from _tensors(part)
+            yield from _tensors(part, (*inside, id(result)))
 
 
 def _current(kind: str, index: int | None) -> Any:
@@ -198,11 +214,11 @@ def _current(kind: str, index: int | None) -> Any:
     return torch.cuda.device(index)
 
 
-def _warm_up(run: Callable[[], object], warmup: int, kind: str) -> tuple[float, float]:
+def _warm_up(name: str, run: Callable[[], object], warmup: int, kind: str) -> tuple[float, float]:
     """Nanoseconds that a warm call keeps the host, and that it takes until it is done."""
     finish = settle if kind == "cuda" else _nothing
     for _ in range(max(warmup, 1)):
-        run()
+        refuse_unstarted(f"benchmark {name!r}", run())
     finish()
     start = time.perf_counter_ns()
     run()
@@ -217,17 +233,38 @@ def _event_times(
     import torch
 
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
-    ahead_ns = repeats * (enqueue_ns + 10_000)  # two events and the eraser are about 10 us
-    settle()
-    if ahead_ns <= _MAX_AHEAD_NS:  # ahead of all calls or of none: the times of some would be those of another thing
-        torch.cuda._sleep(int(ahead_ns * _CYCLES_PER_NS))  # type: ignore[no-untyped-call]
-    for start, end in pairs:
-        erase()
-        start.record()
-        run()
-        end.record()
+
+    def queue_all() -> float:
+        began = time.perf_counter_ns()
+        for start, end in pairs:
+            erase()
+            start.record()
+            run()
+            end.record()
+        return time.perf_counter_ns() - began
+
+    queue_ns = 0.0 if crossings.is_emulated() else repeats * (enqueue_ns + _EVENTS_NS)
+    if not _queue_ahead(queue_all, pairs[0][0], queue_ns):
+        settle()
+        queue_all()
     settle()
     return [1e6 * start.elapsed_time(end) for start, end in pairs]
+
+
+def _queue_ahead(queue_all: Callable[[], float], first: torch.cuda.Event, queue_ns: float) -> bool:
+    """Whether all calls were queued before the GPU came to the `first` event. A wrong guess of how long that takes is
+    made good once: the times of some calls ahead and some not would be those of two different things."""
+    import torch
+
+    for _ in range(2):
+        if not 0 < queue_ns <= _MAX_AHEAD_NS:
+            return False
+        settle()
+        torch.cuda._sleep(int(2 * queue_ns * _CYCLES_PER_NS))  # type: ignore[no-untyped-call]
+        queue_ns = queue_all()
+        if not first.query():  # type: ignore[no-untyped-call]
+            return True
+    return False
 
 
 def _host_times(run: Callable[[], object], repeats: int, erase: Callable[[], object]) -> list[float]:

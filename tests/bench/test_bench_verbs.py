@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfdoctor.bench import bandwidth, launch, matmul, memory, mlp, norm
+from perfdoctor.bench.timing import benchmark
 from perfdoctor.errors import UsageError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,6 +20,12 @@ def test_operations_and_bytes_of_a_product() -> None:
     assert matmul.num_flops(1024) == 2_147_483_648
     assert matmul.bytes_moved(1024, 2) == 6_291_456  # three matrices of 2 MiB
     assert matmul.num_flops(2) == 16  # 2 x 2 results of 2 multiplications and, with the first onto 0, 2 additions
+
+
+def test_a_graph_holds_so_many_products_that_its_replay_is_long() -> None:
+    assert matmul.calls_a_graph(64) == matmul.calls_a_graph(1024) == 100
+    assert matmul.calls_a_graph(2048) == 29  # 2 * 2048^3 is 17.2e9 operations: 29 of them are just below 500e9
+    assert matmul.calls_a_graph(8192) == matmul.calls_a_graph(10**6) == 1
 
 
 def test_the_cubic_law_starts_where_every_later_doubling_takes_eight_times_as_long() -> None:
@@ -127,6 +134,15 @@ def test_bandwidths_of_a_gpu_are_in_a_sane_order() -> None:
     assert rates["memory_copy_bytes_per_s"] > rates["h2d_pinned_256_mib_bytes_per_s"]
     assert rates["h2d_pinned_256_mib_bytes_per_s"] > rates["h2d_pageable_256_mib_bytes_per_s"]
     assert rates["d2h_pinned_256_mib_bytes_per_s"] > rates["d2h_pageable_256_mib_bytes_per_s"]
+
+
+@pytest.mark.gpu
+def test_a_small_product_is_timed_without_its_launch() -> None:
+    """The graph's time per product is below that of one product between two events, and still above nothing."""
+    (row,) = [row for row in matmul.run_matmul("cuda", small=False, dims=[256]).rows if row.dtype == "bfloat16"]
+    left, right = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    alone = benchmark("alone", lambda: left @ right)
+    assert 500 < row.measurement.median_ns < alone.median_ns
 
 
 @pytest.mark.gpu

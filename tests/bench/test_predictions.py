@@ -127,11 +127,13 @@ def test_one_guilty_line_is_judged_by_its_own_figure() -> None:
 
 def test_several_guilty_lines_are_judged_together() -> None:
     findings = [_finding(7, 6.0, 6.0), _finding(9, 6.0, 6.0)]
-    together = {"site": None, "saving": {"mid_ms": 9.0, "low_ms": 8.0, "high_ms": 10.0}}
+    together = {"code": None, "site": None, "saving": {"mid_ms": 9.0, "low_ms": 8.0, "high_ms": 10.0}}
     assert judge("a", _truth(9), _report(findings, arms=[together]), {7, 9}).tried == 9.0
-    other = {"site": {"line": 3}, "saving": {"mid_ms": 1.0, "low_ms": 0.5, "high_ms": 1.5}}
-    # An innocent line gives back too, so that all together is more than the guilty: their sum.
-    assert judge("a", _truth(9), _report(findings, arms=[together, other]), {7, 9}).tried == 12.0
+    some = {"mid_ms": 1.0, "low_ms": 0.5, "high_ms": 1.5}
+    # Something innocent gives back too, so that all together is more than the guilty: their sum.
+    for site in ({"line": 3}, None):
+        other = {"code": "launch-bound", "site": site, "saving": some}
+        assert judge("a", _truth(9), _report(findings, arms=[other, together]), {7, 9}).tried == 12.0
 
 
 def test_false_claims_and_missed_effects() -> None:

@@ -157,6 +157,17 @@ def test_layer_norm_backward(shape: tuple[int, ...], dtype: torch.dtype) -> None
         assert (mine.grad.double() - reference.grad).abs().max() <= allowed * scale
 
 
+def test_layer_norm_backward_twice_is_an_error() -> None:
+    from layer_norm import block_triton
+
+    x = torch.randn(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        block_triton(x, torch.randn(2, 4), torch.ones(4), torch.zeros(4)).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_of_long_rows_rounds_once(dtype: torch.dtype) -> None:
     from layer_norm import LONGEST_IN_REGISTERS, block_unfused, make_inputs

@@ -115,9 +115,34 @@ def test_what_a_kernel_cannot_take_is_said(change: Any, words: str) -> None:
         add_triton(x, change(x))
 
 
-def test_a_table_of_mixed_tensors_is_refused() -> None:
-    from tensor_sums import make_table
+def test_a_gradient_is_not_cut_off_in_silence() -> None:
+    """Kernels without backward refuse what autograd would follow, before anything is launched."""
+    from gelu import gelu_cuda, gelu_triton
+    from softmax import softmax_triton
+    from vector_add import add_cuda, add_triton
 
+    x, plain = torch.ones(4, requires_grad=True), torch.ones(4)
+    for call in (gelu_cuda, gelu_triton, softmax_triton, lambda x: add_triton(plain, x), lambda x: add_cuda(x, plain)):
+        with pytest.raises(ValueError, match=r"no backward.*no_grad"):
+            call(x)
+
+
+def test_a_row_has_a_dimension() -> None:
+    from layer_norm import block_triton
+
+    with pytest.raises(ValueError, match="one weight a column"):
+        block_triton(*[torch.tensor(1.0)] * 4)
+    with pytest.raises(ValueError, match="on meta for rows"):
+        block_triton(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3, device="meta"), torch.ones(3, device="meta"))
+
+
+def test_a_table_of_mixed_tensors_is_refused() -> None:
+    from tensor_sums import make_table, sums_cuda
+
+    with pytest.raises(ValueError, match="no tensors"):
+        make_table([])
+    with pytest.raises(ValueError, match=r"a table \(1, 2\) on cpu for 2 tensors"):
+        sums_cuda([torch.ones(3), torch.ones(2)], make_table([torch.ones(3)]))
     with pytest.raises(ValueError, match="one type"):
         make_table([torch.ones(3), torch.ones(3, dtype=torch.float16)])
     with pytest.raises(ValueError, match="contiguous"):
