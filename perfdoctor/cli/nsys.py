@@ -22,6 +22,7 @@ from perfdoctor.doors.nsys_command import Options, default_name
 from perfdoctor.errors import UsageError
 from perfdoctor.record.nsys_scrub import scrub_export
 from perfdoctor.report.page import Report
+from perfdoctor.units import format_plural
 
 _INTERRUPTED = 130
 
@@ -79,9 +80,9 @@ def _scrub(files: Sequence[str]) -> Outcome:
     lines = []
     for file in files:
         done = scrub_export(Path(file))
+        gone = f"{format_plural(done.num_rows, 'row')} and {format_plural(done.num_strings, 'string')}"
         lines.append(
-            f"{file}: {done.num_rows} rows and {done.num_strings} strings of the environment deleted. Names of "
-            "processes, threads and folders are still in it.\n"
+            f"{file}: {gone} of the environment deleted. Names of processes, threads and folders are still in it.\n"
         )
     return Outcome(text="".join(lines))
 

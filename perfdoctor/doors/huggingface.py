@@ -14,10 +14,14 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perfdoctor.doors.callback_class import LateCallback
 from perfdoctor.doors.windows import Scalars, WindowOptions, Windows
 from perfdoctor.errors import SessionError, UsageError
 from perfdoctor.report.page import Report
+from perfdoctor.watch.outliers import Outlier
 from perfdoctor.watch.patches import Patches
 
 # Parts of a training: what fails, fails in one of them. The first three enclose the others where they exist.
@@ -31,7 +35,9 @@ class PerfDoctorTrainerCallback(LateCallback):
     The window begins with the training: `warmup` steps, then `active` steps in each phase of a session; with
     `every_n_steps` another one begins every that many steps. The report is printed at the end by rank 0, after an
     exception too, and is there as `report`; `report_dir` gets it as text and JSON. The figures `perfdoctor/step_ms`,
-    ... go through `trainer.log`, that is to every logger of the Trainer and to `state.log_history`.
+    ... go through `trainer.log`, that is to every logger of the Trainer and to `state.log_history`. With
+    `every_n_steps` every step is timed as well (`step_ns`), and those that take far longer than the others (`outliers`)
+    are billed to what happened in them; the last report says so.
 
     Hugging Face's Trainer tells its callbacks nothing about an exception: while it trains, some of its methods are
     wrapped on that very object, to take everything back whichever way the training ends.
@@ -74,6 +80,22 @@ class PerfDoctorTrainerCallback(LateCallback):
         """Of the newest window that is over; None before."""
         return self._windows.report if self._windows is not None else None
 
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """With `every_n_steps`: the steps of the whole training that took far longer than the others, each billed to
+        what happened in it."""
+        return self._windows.outliers if self._windows is not None else ()
+
+    @property
+    def step_ns(self) -> NDArray[np.int64]:
+        """With `every_n_steps`: the duration of every step but the first, windows included. Shape (num_steps - 1,)."""
+        return self._windows.step_ns if self._windows is not None else np.zeros(0, np.int64)
+
+    @property
+    def watched(self) -> NDArray[np.bool_]:
+        """Which of `step_ns` a window slowed. Shape (num_steps - 1,)."""
+        return self._windows.watched if self._windows is not None else np.zeros(0, bool)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training begins: open the first window.
 
@@ -86,12 +108,15 @@ class PerfDoctorTrainerCallback(LateCallback):
         others = [each for each in trainer.callback_handler.callbacks if isinstance(each, PerfDoctorTrainerCallback)]
         if len(others) > 1:
             raise SessionError(f"{len(others)} PerfDoctorTrainerCallbacks in one Trainer: pass one")
-        self._windows = Windows(options=self.options, log=self._log_scalars, rank=int(args.process_index))
+        self._windows = Windows(
+            options=self.options, log=self._log_scalars, rank=int(args.process_index),
+            micro_batches=int(args.gradient_accumulation_steps),
+        )  # fmt: skip
         self._windows.check()
         self._trainer = trainer
-        self._windows.open(int(state.global_step))
+        self._windows.begin(int(state.global_step))
         self._note_loader(kwargs.get("train_dataloader"))
-        self._guard(trainer)
+        self._guard(trainer, self._windows)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Between two steps windows end and begin."""
@@ -105,18 +130,28 @@ class PerfDoctorTrainerCallback(LateCallback):
         if windows.is_due(step):
             windows.open(step)
             self._note_loader(kwargs.get("train_dataloader"))
+        windows.between_steps()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An evaluation inside the training is no part of a step."""
         if self._windows is not None:
             self._windows.set_apart()
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What comes now, up to the next epoch's first batch, is its end."""
+        if self._windows is not None:
+            self._windows.epoch_ended()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training is over."""
         self._end()
 
-    def _guard(self, trainer: Any) -> None:
-        """Hear of what ends the training: an exception in the loop or in another callback, or its regular end."""
+    def _guard(self, trainer: Any, windows: Windows) -> None:
+        """Hear of what ends the training: an exception in the loop or in another callback, or its regular end. And of
+        what is rare, where the whole run is timed."""
+        for name, noted in (("_evaluate", windows.as_evaluation), ("_save_checkpoint", windows.as_checkpoint)):
+            if windows.clock is not None and hasattr(trainer, name):
+                self._patches.replace(trainer, name, noted(getattr(trainer, name)))
         parts = _PARTS if hasattr(trainer, "_run_epoch") else _OLDER_PARTS
         for name in parts:
             if hasattr(trainer, name):
@@ -147,8 +182,7 @@ class PerfDoctorTrainerCallback(LateCallback):
 
     def _read(self) -> None:
         if self._windows is not None and self._trainer is not None:
-            self._windows.end()
-            self._unprinted |= self._windows.read(int(self._trainer.state.global_step))
+            self._unprinted |= self._windows.finish(int(self._trainer.state.global_step))
 
     def _take_back(self) -> None:
         self._patches.undo()

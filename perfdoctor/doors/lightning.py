@@ -15,6 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perfdoctor.doors.callback_class import LateCallback
 from perfdoctor.doors.lightning_data import FetchWaits
 from perfdoctor.doors.lightning_phases import LightningPhases
@@ -22,6 +25,8 @@ from perfdoctor.doors.lightning_treatments import Treatments, check_names
 from perfdoctor.doors.windows import Scalars, WindowOptions, Windows
 from perfdoctor.errors import SessionError, UsageError
 from perfdoctor.report.page import Report
+from perfdoctor.watch.outliers import Outlier
+from perfdoctor.watch.patches import Patches
 
 _log = logging.getLogger("perfdoctor")
 _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
@@ -42,6 +47,10 @@ class PerfDoctorCallback(LateCallback):
     get `perfdoctor/step_ms`, `busy_ratio`, `syncs_per_step`, `data_wait_ms` and `idle_ms/<cause>`, as far as they were
     measured, when a window is over and is read: at the first batch after it with `every_n_steps`, else at the end of
     training. An evaluation inside the training is no part of a step.
+
+    With `every_n_steps` every step of the fit is timed as well (`step_ns`), and those that take far longer than the
+    others (`outliers`) are billed to what happened in them: checkpoint, evaluation, epoch end, recompilation, garbage
+    collection. The last report says so, and the loggers get `perfdoctor/bare_step_ms` and `outlier_ms/<cause>`.
 
     Every hook that Lightning calls is a range for torch.profiler and for Nsight Systems while one of them listens.
 
@@ -87,12 +96,29 @@ class PerfDoctorCallback(LateCallback):
         self._waits: FetchWaits | None = None
         self._phases: LightningPhases | None = None
         self._treated: Treatments | None = None
+        self._rare = Patches()
         self._unprinted = False
 
     @property
     def report(self) -> Report | None:
         """Of the newest window that is over; None before."""
         return self._windows.report if self._windows is not None else None
+
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """With `every_n_steps`: the steps of the whole fit that took far longer than the others, each billed to what
+        happened in it."""
+        return self._windows.outliers if self._windows is not None else ()
+
+    @property
+    def step_ns(self) -> NDArray[np.int64]:
+        """With `every_n_steps`: the duration of every step but the first, windows included. Shape (num_steps - 1,)."""
+        return self._windows.step_ns if self._windows is not None else np.zeros(0, np.int64)
+
+    @property
+    def watched(self) -> NDArray[np.bool_]:
+        """Which of `step_ns` a window slowed. Shape (num_steps - 1,)."""
+        return self._windows.watched if self._windows is not None else np.zeros(0, bool)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot be watched before anything is hooked.
@@ -111,7 +137,10 @@ class PerfDoctorCallback(LateCallback):
         def log(scalars: Scalars, step: int) -> None:
             _log_scalars(trainer, scalars, step)
 
-        windows = Windows(options=self.options, log=log, rank=int(trainer.global_rank))
+        windows = Windows(
+            options=self.options, log=log, rank=int(trainer.global_rank),
+            micro_batches=int(trainer.accumulate_grad_batches),
+        )  # fmt: skip
         windows.check()
         self._windows = windows
 
@@ -122,7 +151,9 @@ class PerfDoctorCallback(LateCallback):
         self._treated.apply()
         self._waits = FetchWaits(trainer, self._windows)
         self._phases = LightningPhases(trainer, self._windows)
+        self._windows.begin(_step_of(trainer))
         self._watch(trainer)
+        self._note_rare(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """An epoch may bring another loader."""
@@ -142,7 +173,9 @@ class PerfDoctorCallback(LateCallback):
             if self.options.every_n_steps is not None:
                 windows.read(step)
         if windows.is_due(step):
+            windows.open(step)
             self._watch(trainer)
+        windows.between_steps()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """A loss is there."""
@@ -163,6 +196,8 @@ class PerfDoctorCallback(LateCallback):
         """Log lines on their way go out before those of the epoch."""
         if self._treated is not None:
             self._treated.epoch_ends()
+        if self._windows is not None:
+            self._windows.epoch_ended()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Training is over: take everything back and read the window."""
@@ -185,17 +220,28 @@ class PerfDoctorCallback(LateCallback):
         self._take_back(None)
 
     def _watch(self, trainer: Any) -> None:
-        """Open a window."""
-        assert self._windows is not None
+        """A window has opened."""
         assert self._waits is not None
         assert self._phases is not None
-        self._windows.open(_step_of(trainer))
         self._waits.install()
         self._phases.install()
 
-    def _unwatch(self) -> None:
-        if self._waits is not None:
+    def _note_rare(self, trainer: Any) -> None:
+        """Lightning says itself what is an evaluation and what a checkpoint."""
+        windows, loop = self._windows, getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
+        if windows is None or windows.clock is None:
+            return
+        self._rare.replace(trainer, "save_checkpoint", windows.as_checkpoint(trainer.save_checkpoint))
+        if loop is not None:
+            self._rare.replace(loop, "run", windows.as_evaluation(loop.run))
+
+    def _unwatch(self, *, over: bool = False) -> None:
+        """A window has ended; `over`: the whole fit."""
+        timed = self._windows is not None and self._windows.clock is not None
+        if self._waits is not None and (over or not timed):
             self._waits.remove()
+        if over:
+            self._rare.undo()
         if self._phases is not None:
             self._phases.remove()
 
@@ -203,9 +249,8 @@ class PerfDoctorCallback(LateCallback):
         windows = self._windows
         try:
             if windows is not None:
-                self._unwatch()
-                windows.end()
-                self._unprinted |= windows.read(_step_of(trainer))
+                self._unwatch(over=True)
+                self._unprinted |= windows.finish(_step_of(trainer))
         finally:
             self._take_back(exception)
 
@@ -215,7 +260,7 @@ class PerfDoctorCallback(LateCallback):
             if treated is not None:
                 treated.undo(exception)
         finally:
-            self._unwatch()
+            self._unwatch(over=True)
             if self._windows is not None:
                 self._windows.drop()
 

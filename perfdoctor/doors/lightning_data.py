@@ -15,7 +15,7 @@ _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class FetchWaits:
-    """Times each batch that the fit loop fetches, whatever its loader is, for the session that is running."""
+    """Times each batch that the fit loop fetches, whatever its loader is, for whoever watches."""
 
     def __init__(self, trainer: Any, windows: Windows) -> None:
         self._trainer = trainer
@@ -23,19 +23,20 @@ class FetchWaits:
         self._patches = Patches()
 
     def install(self) -> None:
-        """Begin."""
+        """Begin, or say again which loader it is."""
+        self._note_loader()
+        if self._patches:
+            return
         fetcher = self._trainer.fit_loop._data_fetcher
         kind: Any = next(each for each in type(fetcher).__mro__ if each.__name__ == "_DataFetcher")
         original = kind.__next__
 
         def fetched(fetcher: Any) -> Any:
-            session = self._windows.session
-            if session is None or session.done or fetcher is not self._trainer.fit_loop._data_fetcher:
+            if fetcher is not self._trainer.fit_loop._data_fetcher:
                 return original(fetcher)
-            return session.recorder.batches.next_of(_Fetch(original, fetcher))
+            return self._windows.next_of(_Fetch(original, fetcher))
 
         self._patches.replace(kind, "__next__", fetched)
-        self._note_loader()
 
     def remove(self) -> None:
         """Take everything back."""

@@ -9,15 +9,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from perfdoctor.doors.session import Session
+from perfdoctor.doors.run_remarks import run_remarks
+from perfdoctor.doors.session import Session, recording_of
 from perfdoctor.errors import UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Capture
 from perfdoctor.report.page import Report
-from perfdoctor.units import format_ms, format_share
-from perfdoctor.watch.assembly import assemble
+from perfdoctor.units import format_ms
 from perfdoctor.watch.long_run import LongClock
-from perfdoctor.watch.outliers import Outlier, summarise
+from perfdoctor.watch.outliers import Outlier
 from perfdoctor.watch.plan import Plan
 from perfdoctor.watch.recorder import Recorder
 from perfdoctor.watch.sync_guard import allow_sync
@@ -90,7 +90,7 @@ class LongRun:
         """The next batch, by `fetch(iterator)`, with everything that wants to know about it told."""
         self.between_steps()
         inner = fetch if self._open is None else self._open.batches.next_of
-        return self._clock.happenings.batches.next_of(_Fetched(iterator, inner))
+        return self._clock.next_of(iterator, inner)
 
     def mark(self) -> None:
         """A step ends here, by the user's word."""
@@ -158,7 +158,7 @@ class LongRun:
         for step, recorder in self._closed:
             if recorder is self._open or step in self._read or not any(row.complete for row in recorder.rows):
                 continue
-            capture = assemble(recorder)
+            capture = recording_of(recorder)
             report = Report.of(replace(diagnose(capture), source=f"window at step {step}"), (capture,))
             self._read[step] = capture, report
         kept = {step for step, _ in self._closed}
@@ -166,21 +166,8 @@ class LongRun:
 
     def remarks(self) -> tuple[str, ...]:
         """The run in sentences, for the report: its steps, what the outliers cost, how the windows differ."""
-        lengths, watched = self.step_ns, self.watched
-        bare = lengths[~watched] if len(lengths) else lengths
-        if not len(bare):
-            return ()
-        median = int(np.median(bare))
-        lines = [f"Over the whole run: {len(bare)} unwatched steps, median {format_ms(median)}."]
-        outliers = self.outliers
-        if outliers:
-            lost = sum(each.excess_ns for each in outliers)
-            lines.append(
-                f"{len(outliers)} of them stand out and cost {format_ms(lost)} beyond the median, "
-                f"{format_share(lost / int(bare.sum()))} of the time: {_bills(outliers)}."
-            )
-        lines += [f"{report.source}: {_short(report)}" for report in self.windows]
-        return tuple(lines)
+        lines = run_remarks(self.step_ns, self.watched, self.outliers)
+        return (*lines, *(f"{report.source}: {_short(report)}" for report in self.windows)) if lines else ()
 
 
 class LongSession(Session):
@@ -246,20 +233,6 @@ class LongSession(Session):
         return self._long.watched
 
 
-class _Fetched:
-    """An iterator whose next item comes by another way."""
-
-    def __init__(self, iterator: Iterator[Any], fetch: Callable[[Iterator[Any]], Any]) -> None:
-        self._iterator = iterator
-        self._fetch = fetch
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._fetch(self._iterator)
-
-
 def _check_interval(every_n_steps: object, recorder: Recorder) -> None:
     shortest = recorder.plan.total(recorder.stages)
     if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < shortest:
@@ -267,10 +240,6 @@ def _check_interval(every_n_steps: object, recorder: Recorder) -> None:
             f"every_n_steps={every_n_steps!r}: a window takes {shortest} steps; give a whole number from there up, "
             "say 1000, or shorten the window with warmup= and active="
         )
-
-
-def _bills(outliers: tuple[Outlier, ...]) -> str:
-    return ", ".join(f"{cause} {format_ms(ns)} in {number}" for cause, number, ns in summarise(outliers))
 
 
 def _short(report: Report) -> str:

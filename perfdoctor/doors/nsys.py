@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from perfdoctor.doors.nsys_command import RANK, NsysCommand, Options, build_command
+from perfdoctor.doors.nsys_command import RANK, UMASK, NsysCommand, Options, build_command
 from perfdoctor.doors.nsys_process import Ending, cuda_is_there, export, find_nsys, read_help, run_nsys
 from perfdoctor.errors import CaptureError, NotATraceError, UsageError
 from perfdoctor.record.capture import Capture, Note
@@ -76,6 +78,8 @@ def record(
     messages = list(_complaints(ending, limit_s))
     exit_code = ending.exit_code
     for recording in found:
+        _restrict(recording.report)
+        _restrict(recording.unimported)
         capture, code, remarks = _read(recording, nsys, options)
         if command.python and recording.sites is None:
             messages.append(_WITHOUT_LINES.format(recording.name))
@@ -95,9 +99,26 @@ def record(
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with perfdoctor importable by whatever Python the command names."""
+    """That of this process, with perfdoctor importable by whatever Python the command names, and with its umask: nsys
+    starts programs with none, so that every file of theirs could be written by everybody."""
     path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": str(_ROOT) + (os.pathsep + path if path else "")}
+    return os.environ | {
+        "PYTHONPATH": str(_ROOT) + (os.pathsep + path if path else ""),
+        UMASK: f"{_umask():o}",
+    }
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _restrict(path: Path | None) -> None:
+    """What nsys wrote gets no more rights than the user's other files."""
+    if path is not None:
+        with suppress(OSError):  # of somebody else
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_umask())
 
 
 def _check_words(words: Sequence[str]) -> None:

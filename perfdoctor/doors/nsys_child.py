@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from perfdoctor.doors.nsys_command import UMASK
 from perfdoctor.doors.script import ScriptOptions, run_script
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import PerfDoctorError
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the script to its end, or until it has been watched; give back its exit code."""
     own, words = _split(argv)
     options = _parser().parse_args(own)
+    if UMASK in os.environ:  # nsys starts its programs with an umask of 0
+        os.umask(int(os.environ.pop(UMASK), 8))
     target = Path(expand(options.sites)).absolute()  # now: the script may change the folder, or its environment
     marks: dict[int, int] = {}
     try:

@@ -14,6 +14,7 @@ from perfdoctor.record.sites_file import SUFFIX
 
 CHILD = "perfdoctor.doors.nsys_child"
 RANK = "%q{RANK}"  # nsys and the child put the environment's RANK there
+UMASK = "PERFDOCTOR_UMASK"  # the environment variable that tells the child the user's umask, in octal
 _PYTHON = re.compile(r"^(?:python|pypy)[\d.]*(?:\.exe)?$")
 _SHEBANG = re.compile(rb"^#!\s*(?:/usr/bin/env\s+(?:-S\s+)?)?(\S*?(?:python|pypy)[\d.]*)(?:\s|$)")
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")  # python's own options that take the next word

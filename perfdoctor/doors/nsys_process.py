@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from perfdoctor.doors.script import output_aside
 from perfdoctor.errors import UsageError
 
 _FOLDERS = (
@@ -100,9 +101,10 @@ def run_nsys(
     """Run the command to its end. `ended_at()` gives the Unix time at which the script ended, None while it runs.
 
     nsys gets `limit_s` after that: 2022.4 sometimes never ends. Ctrl-C goes to the script and to nsys as well, which
-    then writes what it has; pressed again it ends all of them. `tell` gets what there is to know meanwhile.
+    then writes what it has; pressed again it ends all of them. `tell` gets what there is to know meanwhile. What the
+    script and nsys write to standard output goes to standard error: the report stands alone there.
     """
-    with _interrupts() as asked:
+    with _interrupts() as asked, output_aside():
         process = subprocess.Popen(words, env=environment)
         told = False
         while True:
@@ -151,7 +153,9 @@ def _end_nsys(pid: int) -> None:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process of ours and what it started."""
+    """Kill a process of ours and what it started. It is stopped first: one whose child ends may start the next."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
     for child in _children(pid):
         end_tree(child)
     with suppress(ProcessLookupError):

@@ -1,6 +1,7 @@
 """Watched windows of a training run whose loop belongs to a Trainer: opened, ended, reported.
 
-A window that has ended is read later, where a wait for the device and a second of diagnosis do no harm.
+A window that has ended is read later, where a wait for the device and a second of diagnosis do no harm. Where windows
+come again and again, every step of the run is timed as well, as in a `LongSession`, and outliers are billed.
 """
 
 from __future__ import annotations
@@ -8,15 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from perfdoctor.doors import session as sessions
+from perfdoctor.doors.run_remarks import run_remarks
 from perfdoctor.doors.session import Session, watch
 from perfdoctor.errors import SessionError, UsageError
 from perfdoctor.report.page import Report
 from perfdoctor.report.tensorboard import scalars
+from perfdoctor.units import NS_PER_MS
+from perfdoctor.watch.long_run import LongClock
+from perfdoctor.watch.outliers import Outlier, summarise
 from perfdoctor.watch.sync_guard import allow_sync
 
 _log = logging.getLogger("perfdoctor")
@@ -53,10 +62,14 @@ class Windows:
     options: WindowOptions
     log: Callable[[Scalars, int], None]
     rank: int = 0
+    micro_batches: int = 1  # of an update, as far as the Trainer knows
     session: Session | None = field(default=None, init=False)  # that is running
     report: Report | None = field(default=None, init=False)  # of the newest window that was read
     _unread: Session | None = field(default=None, init=False)
+    clock: LongClock | None = field(default=None, init=False)  # of the whole run, where there is an `every_n_steps`
+    _first: int = field(default=0, init=False)  # the step at which the clock began
     _start: int | None = field(default=None, init=False)
+    _is_over: bool = field(default=False, init=False)
 
     def check(self) -> None:
         """Before the run begins: that nobody else watches, and that reports can be written.
@@ -72,6 +85,40 @@ class Windows:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"report_dir={os.fspath(folder)!r}: cannot make this folder ({error})") from error
+
+    def begin(self, step: int) -> None:
+        """The run begins at `step`: time it all through where windows come again. Outside any optimizer hook."""
+        if self.options.every_n_steps is not None:
+            self.clock, self._first = LongClock(), step
+            self.clock.steps.expect(self.micro_batches)
+            self.clock.install()
+        self.open(step)
+
+    def between_steps(self) -> None:
+        """A batch begins, and windows have ended and begun: the step it belongs to is slower if one is open."""
+        if self.clock is not None:
+            self.clock.window_open = sessions.running() is not None
+
+    def next_of(self, iterator: Iterator[Any]) -> Any:
+        """The next batch, its wait noted by whoever watches."""
+        session, clock = self.session, self.clock
+        fetch: Callable[[Iterator[Any]], Any] = next
+        if session is not None and not session.done:
+            fetch = session.recorder.batches.next_of
+        return fetch(iterator) if clock is None else clock.next_of(iterator, fetch)
+
+    def as_evaluation(self, run: Any) -> Any:
+        """`run`, noted as an evaluation where the whole run is timed."""
+        return run if self.clock is None else self.clock.happenings.as_evaluation(run)
+
+    def as_checkpoint(self, write: Any) -> Any:
+        """`write`, noted as a checkpoint where the whole run is timed."""
+        return write if self.clock is None else self.clock.happenings.as_checkpoint(write)
+
+    def epoch_ended(self) -> None:
+        """What runs until the next epoch's first batch is the end of this one."""
+        if self.clock is not None:
+            self.clock.happenings.epoch_ended()
 
     def is_due(self, step: int) -> bool:
         """Whether a window is to begin at `step`, the Trainer's own count."""
@@ -91,6 +138,7 @@ class Windows:
         session = watch(warmup=options.warmup, active=options.active, profiled=options.profiled)
         session.__enter__()
         self.session, self._start = session, step
+        session.recorder.steps.expect(self.micro_batches)
         session.recorder.batches.patch_loaders()
         return session
 
@@ -124,15 +172,64 @@ class Windows:
                 self.report = session.diagnosis()
                 figures = scalars(self.report, session.capture)
             self._write(self.report)
-            self.log({f"perfdoctor/{name}": value for name, value in figures.items()}, step)
+            self._log(figures, step)
         except Exception as error:
             _log.warning("perfdoctor could not report the window that began at step %s: %r", self._start, error)
         return self.report is not None
 
+    def finish(self, step: int) -> bool:
+        """The run is over: end and read the window, say of the whole run what its steps took and what the outliers are
+        billed to. False where there is nothing new to say."""
+        self.end()
+        told = self.read(step)
+        clock = self.clock
+        if clock is None or self.report is None or self._is_over:
+            return told
+        self._is_over = True
+        try:
+            clock.remove()
+            with allow_sync("perfdoctor: the steps of the run are read"):
+                remarks = run_remarks(self.step_ns, self.watched, self.outliers)
+            if remarks:
+                self.report = self.report.with_advice(*remarks)
+                self._write(self.report)
+                self._log(self._run_figures(), step)
+        except Exception as error:
+            _log.warning("perfdoctor could not report the steps of the whole run: %r", error)
+        return True
+
     def drop(self) -> None:
         """Take everything back and report nothing."""
-        self.end()
-        self._unread = None
+        try:
+            self.end()
+        finally:
+            self._unread = None
+            if self.clock is not None:
+                self.clock.remove()
+
+    @property
+    def step_ns(self) -> NDArray[np.int64]:
+        """The duration of every step but the first, windows included; empty without `every_n_steps`."""
+        return np.zeros(0, np.int64) if self.clock is None else self.clock.clock.durations()
+
+    @property
+    def watched(self) -> NDArray[np.bool_]:
+        """Which of `step_ns` a window slowed."""
+        return np.zeros(0, bool) if self.clock is None else self.clock.watched[1:]
+
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """The steps, by the Trainer's own count, that took far longer than the others, each with its bills."""
+        found = () if self.clock is None else self.clock.outliers(self.options.warmup)
+        return tuple(each._replace(step=each.step + self._first) for each in found)
+
+    def _run_figures(self) -> Scalars:
+        bare = self.step_ns[~self.watched]
+        billed = {f"outlier_ms/{cause.replace(' ', '_')}": ns / NS_PER_MS for cause, _, ns in summarise(self.outliers)}
+        return {"bare_step_ms": float(np.median(bare)) / NS_PER_MS, **billed}
+
+    def _log(self, figures: Scalars, step: int) -> None:
+        self.log({f"perfdoctor/{name}": value for name, value in figures.items()}, step)
 
     def _write(self, report: Report) -> None:
         if self.options.report_dir is None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from perfdoctor.record.capture import CallKind, Calls, Capture, Note
 from perfdoctor.record.event_columns import EventColumns
+from perfdoctor.units import format_plural
 
 _REPAIRS = {
     "escape": ("repaired-escapes", "texts had backslashes that escape nothing (Windows paths); taken as they stand"),
@@ -43,7 +44,7 @@ def chain_notes(capture: Capture, events: EventColumns, num_stray: int, truncate
     if other:
         yield Note(
             code="other-accelerator",
-            text=f"{other} events of an accelerator that is neither CUDA nor ROCm were not read",
+            text=f"{format_plural(other, 'event')} of an accelerator that is neither CUDA nor ROCm not read",
             count=other,
         )
 
@@ -67,9 +68,7 @@ def _missing(capture: Capture) -> Iterator[Note]:
         yield Note(code="no-steps", text="no steps are marked (ProfilerStep#N)")
     lost = launches_without_work(capture.calls, capture)
     if lost:
-        text = (
-            f"the first {lost} launches have no kernel row: the recorder lost them at the start; that is no idle time"
-        )
+        text = f"no kernel row for {format_plural(lost, 'launch')} at the start: lost by the recorder, no idle time"
         yield Note(code="missing-kernels", text=text, count=lost)
     orphans = int((~np.isin(capture.work.correlation, capture.calls.correlation)).sum())
     if orphans and len(capture.calls):

@@ -57,6 +57,8 @@ _ROWS = (
     ("anomaly_check", HOST_SYNC, "anomaly mode checks each gradient on the host", "switch anomaly detection off"),
     ("library_read", HOST_SYNC, "a library reads device values", _KEEP),
     ("cuda_synchronize", HOST_SYNC, "waits for the device outright", "remove it, or time with CUDA events read later"),
+    ("barrier", HOST_SYNC, "waits at a barrier until every rank is there", "remove it: a collective orders the ranks by itself"),
+    ("sync_dist", HOST_SYNC, "self.log with sync_dist=True waits at a barrier until every rank is there", "reduce once an epoch (on_step=False, on_epoch=True), or log each rank's own value with sync_dist=False"),
     ("other_sync", HOST_SYNC, "waits for the device", _KEEP),
     ("h2d_pageable", PAGEABLE_COPY, "copies from pageable host memory", "pin the source (DataLoader(pin_memory=True)) and copy with non_blocking=True"),
     ("h2d_blocking", BLOCKING_COPY, "builds on the host and copies to the device, waiting", "create it on the device (torch.full, a registered buffer), once"),

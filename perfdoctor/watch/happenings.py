@@ -70,7 +70,7 @@ class Happenings:
         self._collections.install()
         for module_name, function in _WRITERS:
             if (module := sys.modules.get(module_name)) is not None and hasattr(module, function):
-                self._patches.replace(module, function, self._writer(getattr(module, function)))
+                self._patches.replace(module, function, self.as_checkpoint(getattr(module, function)))
         self._patches.replace(torch.nn.Module, "train", self._mode(torch.nn.Module.train))
         self._patches.replace(DataLoader, "__iter__", self._iterated(DataLoader.__iter__))
         self._compilations, self._last_ns = _num_compilations(), time.time_ns()
@@ -107,7 +107,7 @@ class Happenings:
         for pause in self._pauses:
             if pause.name == "data":
                 waited += pause.end_ns - pause.start_ns
-                if self._epoch_ns:
+                if self._epoch_ns and self._epoch_ns < pause.end_ns:  # earlier ones are of the epoch that has ended
                     self.rows.append(Happening(EPOCH_END, self._epoch_ns, pause.end_ns))
                     self._epoch_ns = 0
                 if evaluated[0]:  # what comes after its last batch is still the evaluation
@@ -132,7 +132,28 @@ class Happenings:
             self.rows.append(Happening(ALLOCATION, now_ns - 1, now_ns - 1))
         self._allocations = allocations
 
-    def _writer(self, write: Any) -> Any:
+    def epoch_ended(self) -> None:
+        """An epoch is over: until the first batch of the next one, what runs is its end."""
+        self._epoch_ns = self._epoch_ns or time.time_ns()
+
+    def as_evaluation(self, run: Any) -> Any:
+        """`run`, each of whose calls is an evaluation: where a library says so itself, nothing is guessed."""
+
+        @functools.wraps(run)
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            start, switched, seen = time.time_ns(), self._evaluating_ns, len(self._pauses)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.rows.append(Happening(EVALUATION, start, time.time_ns()))
+                self._evaluating_ns = switched
+                self._pauses[seen:] = [pause for pause in self._pauses[seen:] if pause.name != "eval-data"]
+
+        return evaluated
+
+    def as_checkpoint(self, write: Any) -> Any:
+        """`write`, each of whose calls writes a checkpoint; what it calls in turn is part of the same one."""
+
         @functools.wraps(write)
         def written(*args: Any, **kwargs: Any) -> Any:
             if self._writing:
@@ -163,7 +184,7 @@ class Happenings:
         @functools.wraps(iterate)
         def iterated(loader: Any) -> Any:
             if sys.modules["torch"].is_grad_enabled() and not self._evaluating_ns:
-                self._epoch_ns = time.time_ns()
+                self.epoch_ended()
             return iterate(loader)
 
         return iterated

@@ -10,6 +10,7 @@ import sys
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,10 @@ class LongClock:
         finally:
             self.happenings.remove()
 
+    def next_of(self, iterator: Iterator[Any], fetch: Callable[[Iterator[Any]], Any]) -> Any:
+        """The next batch, by `fetch(iterator)`; the wait for it is noted."""
+        return self.happenings.batches.next_of(_Fetched(iterator, fetch))
+
     def _ended(self, mark: Mark) -> None:
         self.clock.ended(mark)
         self.happenings.step_ended(mark[0])
@@ -145,3 +150,17 @@ class LongClock:
             watched=self.watched,
             warmup=warmup,
         )
+
+
+class _Fetched:
+    """An iterator whose next item comes by another way."""
+
+    def __init__(self, iterator: Iterator[Any], fetch: Callable[[Iterator[Any]], Any]) -> None:
+        self._iterator = iterator
+        self._fetch = fetch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._fetch(self._iterator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -26,11 +27,19 @@ def module_ranges(model: nn.Module, depth: int = 2) -> ModuleRanges:
     Ranges are named `blocks.0.mlp` and `blocks.0.mlp backward`. The backward range of a call begins when the gradient
     of its first output node is asked for and ends when those of its inputs are known; where no input needs a gradient
     it ends with the whole backward pass. Hooks on autograd's nodes and tensors only look: numerics and views stay as
-    they are. Modules inside a graph of torch.compile have no ranges; scripted modules are left out.
+    they are. A part that torch.compile wraps has one range for its call; what lies inside has none, since it runs as a
+    graph. Parts compiled in place (`part.compile()`) and scripted ones are left out.
 
     Raises:
-        UsageError: `model` is no nn.Module, or `depth` is under 1.
+        UsageError: `model` is no nn.Module, or is compiled as a whole, or `depth` is under 1.
     """
+    compiled = _compiled(model)
+    if compiled is not None:
+        raise UsageError(
+            f"module_ranges() got a compiled {type(compiled).__name__} ({_spelt(model)}): its modules run inside "
+            "graphs, where they have no ranges, and hooks on them would make torch compile again. Give the model as it "
+            'was before compiling, or put `with perfdoctor.annotate("model"):` round the call'
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(f"module_ranges() needs an nn.Module, got {type(model).__name__}")
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
@@ -83,11 +92,44 @@ class ModuleRanges:
         return leave
 
 
+def _compiled(model: Any) -> nn.Module | None:
+    """The model that was compiled: by torch.compile, in place, or in place behind a `perfdoctor.compile_model`."""
+    if _is_wrapped(model):
+        return model._orig_mod  # type: ignore[no-any-return]
+    inner = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    return inner if isinstance(inner, nn.Module) and _is_compiled_in_place(inner) else None
+
+
+def _is_wrapped(module: object) -> bool:
+    """Whether it is what `torch.compile(module)` gives. Loads nothing: where dynamo is not loaded there is none."""
+    kind: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def _spelt(model: Any) -> str:
+    if _is_wrapped(model):
+        return "torch.compile(model)"
+    return "model.compile()" if isinstance(model, nn.Module) else f"the {type(model).__name__} of compile_model(model)"
+
+
 def _modules(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        if name and name.count(".") < depth and not scripted and type(module).forward is not _NOT_CALLED:
+    """Named as the user names them, each once, nothing inside a part that is compiled."""
+    seen = {model}
+    waiting = [(name, child, 1) for name, child in model.named_children()][::-1]
+    while waiting:
+        name, module, level = waiting.pop()
+        if module in seen or isinstance(module, torch.jit.ScriptModule) or _is_compiled_in_place(module):
+            continue
+        seen.add(module)
+        if type(module).forward is not _NOT_CALLED or _is_wrapped(module):
             yield name, module
+        if level < depth and not _is_wrapped(module):
+            waiting += [(f"{name}.{part}", child, level + 1) for part, child in module.named_children()][::-1]
 
 
 _NOT_CALLED: Any = nn.Module.forward  # of ModuleList and ModuleDict, which only hold others

@@ -9,6 +9,7 @@ from typing import Any
 from perfdoctor.record import crossings
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Costs, Note
+from perfdoctor.watch.barriers import BarrierHook
 from perfdoctor.watch.batches import BatchWaits
 from perfdoctor.watch.calibration import measure_pinned_copy
 from perfdoctor.watch.call_sites import CallSiteHooks
@@ -53,6 +54,7 @@ class Recorder:
         self.sampler = StackSampler(self.log.sites)
         self.constructions = OptimizerConstructions(self.log.sites)
         self.hooks = CallSiteHooks(self.log)
+        self.barriers = BarrierHook(self.log)
         self.emulated = log is not None
         self._joined = False
         self._profiled = profiled
@@ -113,6 +115,7 @@ class Recorder:
         self.steps.idle = self.following is None
         for release in (
             self.hooks.remove,
+            self.barriers.remove,
             self._collections.remove,
             self.ranges.end,
             self.sampler.stop,
@@ -233,6 +236,7 @@ class Recorder:
 
     def _hook_calls(self) -> None:
         self._collections.install()
+        self.barriers.install()
         self.ranges.begin()
         self._hook_warnings()
         if not self.emulated and cuda_active():

@@ -39,7 +39,8 @@ class StepDetector:
         self._cycle: frozenset[int] = frozenset()
         self._last: Any = None
         self._updated = False
-        self._num_batches = 0
+        self._num_batches = 0  # since the last update
+        self._patience = PATIENCE
         self.idle = False  # set once nobody waits for steps any more
         self.source = HOOKS
         self.num_skipped = 0  # updates that a GradScaler left out
@@ -85,6 +86,7 @@ class StepDetector:
             self.optimizers[key] = weakref.ref(optimizer)
         if self.source == BATCHES:
             self._restarted()
+        self.expect(self._num_batches)
         self.source, self._updated, self._num_batches = HOOKS, True, 0
         if key in self._seen:  # the cycle ended with the update before this one
             self._cycle = frozenset(self._seen)
@@ -101,6 +103,10 @@ class StepDetector:
             self._end(self._stamp_now())
         self._updated = False
 
+    def expect(self, micro_batches: int) -> None:
+        """An update may take so many batches: gradients are accumulated over more of them than patience lasts."""
+        self._patience = max(self._patience, 2 * micro_batches)
+
     def requested(self) -> None:
         """The loop asks for its next batch."""
         if self.source == MARKS or self.idle:
@@ -108,7 +114,7 @@ class StepDetector:
         self._num_batches += 1
         if self.source == BATCHES:
             self._end(self._stamp_now())
-        elif self._num_batches > PATIENCE:
+        elif self._num_batches > self._patience:
             self.source = BATCHES
 
     def mark(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perfdoctor.record.capture import Environment, Note
+from perfdoctor.units import format_plural
 from perfdoctor.version import VERSION
 from perfdoctor.watch.clocks import cuda_active
 
@@ -45,7 +46,8 @@ def describe_optimizers(optimizers: list[Any]) -> list[Note]:
         flags = ", ".join(
             f"{name}={groups[0][name]}" for name in ("fused", "foreach", "capturable") if name in groups[0]
         )
-        text = f"{type(optimizer).__name__}: {len(groups)} parameter groups, {tensors} tensors, {flags or 'no flags'}"
+        counts = f"{format_plural(len(groups), 'parameter group')}, {format_plural(tensors, 'tensor')}"
+        text = f"{type(optimizer).__name__}: {counts}, {flags or 'no flags'}"
         notes.append(Note(code="optimizer", text=text, count=len(groups)))
     return notes
 

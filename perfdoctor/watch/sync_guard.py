@@ -32,6 +32,7 @@ from perfdoctor.record import crossings
 from perfdoctor.record.call_site import Hit, HitLog
 from perfdoctor.record.capture import Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, SyncKind
+from perfdoctor.units import format_plural
 
 Mode = Literal["error", "warn", "record"]
 # One call of these makes several raw syncs (print of a scalar: 8 on an H200), microseconds apart: one hit each.
@@ -148,7 +149,8 @@ class SyncGuard:
             row.first_step += 1
         self._in_step += 1
         self._total += 1
-        return f"{self._in_step} syncs in a step, {self.budget:g} allowed; {row}" if self._exceeded() else ""
+        syncs = format_plural(self._in_step, "sync")
+        return f"{syncs} in a step, {self.budget:g} allowed; {row}" if self._exceeded() else ""
 
     def _exceeded(self) -> bool:
         if self.budget == int(self.budget):

@@ -94,6 +94,8 @@ def hooked(trainer):
         [sorted(set(vars(part)) & {"start", "stop", "log_metrics", "on_batch_end", "metrics", "clip_grad_by_norm"})
          for part in (trainer.profiler, trainer._logger_connector, trainer.fit_loop.epoch_loop._results,
                       trainer.precision_plugin)],
+        torch.save, torch.nn.Module.train, DataLoader.__iter__, sorted({"save_checkpoint"} & set(vars(trainer))),
+        sorted({"run"} & set(vars(trainer.fit_loop.epoch_loop.val_loop))),
     )  # fmt: skip
 
 
@@ -119,6 +121,21 @@ def both(self):
     return [torch.optim.SGD(self.layer[0].parameters(), lr=0.05), torch.optim.Adam(self.layer[2].parameters())]
 
 
+def one_in_five(self, batch, batch_idx):
+    """As a GAN: the second optimizer steps in every fifth batch."""
+    for optimizer, every in zip(self.optimizers(), (1, 5), strict=True):
+        if batch_idx % every == 0:
+            loss = self.loss_of(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.1)
+            optimizer.step()
+
+
+def lbfgs(self):
+    return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(400.0).view(50, 8) / 400)
@@ -139,10 +156,15 @@ FITS = {
     "clipped": {"gradient_clip_val": 0.1},
     "clipped by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
     "accumulated": {"accumulate_grad_batches": 3, "max_steps": 20},
+    # More than the batches after which an optimizer is taken to be out of the hooks' reach.
+    "accumulated for long": {"accumulate_grad_batches": 20, "max_steps": 14, "loader": data(400)},
     "manual, two optimizers": {"model": net_of(**MANUAL), "max_steps": 60},
+    "manual, one of two optimizers": {"model": net_of(**MANUAL | {"training_step": one_in_five}), "max_steps": 60},
+    "a closure": {"model": net_of(configure_optimizers=lbfgs)},
     "validated inside": {"val": data(8, shuffle=False), "val_check_interval": 7, "num_sanity_val_steps": 2},
     "limited": {"limit_train_batches": 6},
     "bfloat16": {"precision": "bf16-mixed"},
+    "bfloat16 throughout": {"precision": "bf16-true"},
     "double": {"precision": "64-true"},
     "endless": {"loader": DataLoader(Stream(), 2)},
     "a loader of its own": {"loader": Rows()},

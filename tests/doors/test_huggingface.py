@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import perfdoctor  # noqa: E402
 from perfdoctor.doors import session as sessions  # noqa: E402
 from perfdoctor.doors.huggingface import PerfDoctorTrainerCallback  # noqa: E402
 from perfdoctor.errors import SessionError, UsageError  # noqa: E402
+from perfdoctor.watch import happenings as kinds  # noqa: E402
 
 pytestmark = [
     # A DataLoader that pins memory where there is no GPU.
@@ -49,20 +51,21 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer_of(tmp_path, callbacks=(), **options):
+def trainer_of(tmp_path, callbacks=(), kind=transformers.Trainer, **options):
     config = transformers.GPT2Config(
         vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=2, attn_implementation="eager"
     )
     torch.manual_seed(0)
     options = {"max_steps": 30, "use_cpu": True, **options}
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
-        per_device_train_batch_size=4, dataloader_pin_memory=False, seed=3, **options,
+        output_dir=str(tmp_path), report_to=[], logging_steps=1, disable_tqdm=True,
+        per_device_train_batch_size=4, dataloader_pin_memory=False, seed=3, **{"save_strategy": "no", **options},
     )  # fmt: skip
     losses = Losses()
-    trainer = transformers.Trainer(
-        transformers.GPT2LMHeadModel(config), arguments, train_dataset=Rows(), callbacks=[losses, *callbacks]
-    )
+    trainer = kind(
+        transformers.GPT2LMHeadModel(config), arguments, train_dataset=Rows(), callbacks=[losses, *callbacks],
+        eval_dataset=Rows() if "eval_strategy" in options else None,
+    )  # fmt: skip
     return trainer, losses.values
 
 
@@ -73,6 +76,7 @@ def hooked(trainer):
     return (
         len(optimizer._global_optimizer_post_hooks), len(optimizer._global_optimizer_pre_hooks),
         dataloader._BaseDataLoaderIter.__next__, torch.autograd.backward, sorted(vars(trainer.callback_handler)),
+        torch.save, torch.nn.Module.train, torch.utils.data.DataLoader.__iter__,
         sorted(name for name in vars(trainer) if callable(getattr(type(trainer), name, None))),
     )  # fmt: skip
 
@@ -164,6 +168,65 @@ def test_an_exception_is_passed_on_with_a_report(error, place, tmp_path, capsys,
     assert callback.report.step.num_steps == 3
     assert (tmp_path / "perfdoctor.txt").exists()
     assert capsys.readouterr().out.count("perfdoctor: session on") == 1
+
+
+@pytest.mark.parametrize("every", [None, 20])
+def test_training_is_resumed_from_a_checkpoint(every, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 20}
+    whole, _ = train(tmp_path / "whole", max_steps=60, **options)
+    callback = PerfDoctorTrainerCallback(warmup=2, active=3, every_n_steps=every, report_dir=tmp_path / "reports")
+    rest, trainer = train(
+        tmp_path / "whole", [callback], resume=str(tmp_path / "whole" / "checkpoint-20"), max_steps=60, **options
+    )
+    assert rest == whole[20:]  # to the bit: the same batches in the same order
+    assert trainer.state.global_step == 60
+    assert callback.report.step.num_steps == 3
+    assert callback.report.samples_per_s > 0
+    # The window begins with the steps that are trained, not with those that are skipped, and is named for them.
+    names = sorted(path.name for path in (tmp_path / "reports").glob("*.json"))
+    at = ["perfdoctor-step000020.json", "perfdoctor-step000040.json"]
+    assert names == (["perfdoctor.json"] if every is None else at)
+    # That of the checkpoint, which was bare, has none of ours.
+    logged_at = [line["step"] for line in trainer.state.log_history if "perfdoctor/step_ms" in line]
+    assert [20 < step <= 60 for step in logged_at] == [True] * (1 if every is None else 2)
+    assert len(callback.step_ns) == (0 if every is None else 39)
+
+
+def test_outliers_are_billed_to_what_the_trainer_did(tmp_path):
+    class Slow(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            time.sleep(0.004)
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            time.sleep(0.1)
+
+        def on_prediction_step(self, args, state, control, **kwargs):
+            time.sleep(0.1)
+
+    class Saving(transformers.Trainer):
+        def save_model(self, *args, **kwargs):
+            time.sleep(0.1)
+            super().save_model(*args, **kwargs)
+
+    callback = PerfDoctorTrainerCallback(warmup=2, active=3, every_n_steps=50, report_dir=tmp_path / "reports")
+    # 160 rows: an epoch is 40 steps. The first window lies before step 20, the second at 50, the third at 100.
+    trainer, _ = trainer_of(
+        tmp_path, [callback, Slow()], kind=Saving, max_steps=125, save_strategy="steps", save_steps=33,
+        eval_strategy="steps", eval_steps=25, per_device_eval_batch_size=200,
+    )  # fmt: skip
+    before = hooked(trainer)
+    trainer.train()
+    assert hooked(trainer) == before
+    found = {each.step: each.cause for each in callback.outliers if each.cause not in (kinds.UNKNOWN, kinds.DATA_WAIT)}
+    assert {found.get(step) for step in (25, 75)} == {kinds.EVALUATION}
+    assert {found.get(step) for step in (33, 99)} == {kinds.CHECKPOINT}
+    assert {found.get(step) for step in (40, 80)} == {kinds.EPOCH_END}
+    saved = next(row for each in callback.outliers if each.step == 33 for row in each.bills)
+    assert saved.ns >= 0.08e9
+    assert "trainer.train()" in saved.site.text
+    assert len(callback.step_ns) == 124
+    assert "checkpoint" in callback.report.to_text()
+    assert "Over the whole run: " in (tmp_path / "reports" / "perfdoctor-step000100.txt").read_text()
 
 
 def test_a_second_session_is_refused(tmp_path):

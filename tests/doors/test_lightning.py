@@ -90,8 +90,8 @@ def test_losses_stay_to_the_bit(name, device, tmp_path):
         losses, _ = fit(tmp_path, [callback], **options)
     assert losses == expected
     assert callback.report.step.num_steps == 3
-    if name == "accumulated":
-        assert callback.report.micro_batches == 3
+    if name.startswith("accumulated"):
+        assert callback.report.micro_batches == options["accumulate_grad_batches"]
     if name == "a loader of its own":
         assert callback.report.samples_per_s > 0  # its batches were seen
 
@@ -130,6 +130,32 @@ def test_training_is_resumed_from_a_checkpoint(tmp_path):
     assert first == whole[:20]
     assert len(rest) == 40
     assert resumed.report.step.num_steps == 3
+
+
+def test_an_evaluation_of_its_own_is_not_watched(tmp_path):
+    callback = PerfDoctorCallback(warmup=2, active=3, every_n_steps=25)
+    _, trainer = fit(tmp_path, [callback])
+    report, before = callback.report, hooked(trainer)
+    trainer.validate(NET(), data(8, shuffle=False), verbose=False)
+    assert hooked(trainer) == before
+    assert callback.report is report
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_training_is_resumed_in_the_middle_of_an_epoch(tmp_path):
+    keep = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=27, save_top_k=-1)
+    options = {"enable_checkpointing": True, "max_steps": 60, "loader": data(shuffle=False)}
+    fit(tmp_path, [keep], **options)
+    (path,) = (path for path in (tmp_path / "kept").iterdir() if "step=27" in path.name)
+    callback = PerfDoctorCallback(warmup=2, active=3, report_dir=tmp_path / "reports", every_n_steps=30)
+    expected, _ = fit(tmp_path, [copy.deepcopy(keep)], ckpt_path=path, **options)
+    rest, trainer = fit(tmp_path, [copy.deepcopy(keep), callback], ckpt_path=path, **options)
+    assert trainer.global_step == 60
+    assert rest == expected
+    names = sorted(path.name for path in (tmp_path / "reports").glob("*.txt"))
+    # By the count of Lightning's log lines, which a checkpoint written at the end of a batch holds one behind.
+    assert names == ["perfdoctor-step000026.txt", "perfdoctor-step000056.txt"]
+    assert len(callback.step_ns) == 32
 
 
 def test_another_window_every_n_steps(tmp_path, capsys):
@@ -299,6 +325,14 @@ def test_two_ranks_and_one_page(tmp_path):
     assert names == ["perfdoctor-rank1.json", "perfdoctor.json"]
     document = json.loads((tmp_path / "reports" / "perfdoctor.json").read_text())
     assert [row["rank"] for row in document["ranks"]] == [0, 1]
+    # `sync_dist=True` is named as what makes the host wait, at the line of the user's that asked for it.
+    (found,) = [row for row in document["findings"] + document["leave_alone"] if row["kind"] == "sync_dist"]
+    assert found["code"] == "host-sync"
+    assert "sync_dist=True" in found["title"]
+    assert found["count"] == pytest.approx(1.0)
+    assert found["site"]["text"] == 'self.log("loss", loss, sync_dist=True)'
+    assert "inside lightning" in printed
+    assert "self.log with sync_dist=True waits at a barrier" in printed
 
 
 @pytest.mark.parametrize("treat", [False, True])

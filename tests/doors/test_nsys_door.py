@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -399,6 +400,26 @@ def test_a_command_that_is_no_python(
     assert outcome.exit_code == 4
     assert "no Python script" in capsys.readouterr().err
     assert load_capture("bash_nsys.sqlite").steps.index.tolist() == [0, 1, 2]
+
+
+@needs_nsys
+def test_the_report_stands_alone_and_files_keep_to_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("open('own.txt', 'w').close()\n" + LOOP)
+    command = f'umask 027; exec "{sys.executable}" -m perfdoctor nsys --format json -- "{sys.executable}" loop.py -1 0'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["source"].endswith("loop.py -1 0")  # and nothing else
+    assert "step 9\n" in done.stderr  # what the script prints
+    assert "Generat" in done.stderr  # what nsys prints
+    # nsys starts the script with an umask of 0.
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    written = {name: mode for name, mode in modes.items() if name != "loop.py"}
+    assert set(written) == {"own.txt", "loop_nsys.nsys-rep", "loop_nsys.sqlite", "loop_nsys.sites.json"}
+    assert {name: f"{mode & 0o027:o}" for name, mode in written.items()} == dict.fromkeys(written, "0")
+    assert modes["own.txt"] == modes["loop_nsys.sites.json"] == 0o640
 
 
 def started_slow_loop(folder: Path) -> subprocess.Popen[str]:

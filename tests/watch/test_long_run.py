@@ -443,13 +443,7 @@ def test_windows_on_the_device_are_recorded_and_taken_back() -> None:
             loss.backward()
             optimizer.step()
             loss.item()
-    assert [
-        torch.save,
-        torch.nn.Module.train,
-        DataLoader.__iter__,
-        torch.autograd.backward,
-        list(gc.callbacks),
-    ] == before
+    assert patched() == before
     assert [report.source for report in session.windows] == ["window at step 0", "window at step 80"]
     for report in session.windows:
         assert report.accounting is not None, report

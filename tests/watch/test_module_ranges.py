@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import perfdoctor
 from perfdoctor.errors import UsageError
 from perfdoctor.watch.module_ranges import module_ranges
 
@@ -130,6 +131,52 @@ def test_breaks_no_graph():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         compiled(torch.ones(2, 4)).sum().backward()
     assert model[2].weight.grad is not None
+
+
+def compiled_parts(how):
+    model = model_of()
+    if how == "torch.compile":
+        return torch.compile(model, backend="eager")
+    if how == "in place":
+        model.compile(backend="eager")
+        return model
+    return perfdoctor.compile_model(model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("torch.compile", r"a compiled Sequential \(torch\.compile\(model\)\)"),
+        ("in place", r"a compiled Sequential \(model\.compile\(\)\)"),
+        ("compile_model", r"a compiled Sequential \(the CompiledModel of compile_model\(model\)\)"),
+    ],
+)
+def test_a_model_compiled_as_a_whole_is_refused_by_its_name(how, words):
+    model = compiled_parts(how)
+    with torch.no_grad():
+        expected = model(torch.ones(2, 4))
+    with pytest.raises(UsageError, match=words):
+        module_ranges(model)
+    modules = list(model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 4)), expected)
+
+
+def test_parts_compiled_one_by_one_are_one_range_each():
+    """Regional compilation: the call of a wrapped part is a range; inside it, and in place, hooks would recompile."""
+    model = model_of()
+    model[0] = torch.compile(model[0], backend="eager", fullgraph=True)
+    model[1].first.compile(backend="eager")
+    one_step(model)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with module_ranges(model, depth=3):
+        names = [name for name, _, _ in recorded(lambda: one_step(model))]
+    assert [name for name in names if "backward" not in name] == ["0", "1", "1.second", "2"]
+    assert sorted(name for name in names if "backward" in name) == [
+        "0 backward", "1 backward", "1.second backward", "2 backward",
+    ]  # fmt: skip
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
 @pytest.mark.parametrize(

@@ -140,3 +140,24 @@ def test_nothing_is_left_behind():
     assert state() != before
     detector.remove()
     assert state() == before
+
+
+def test_accumulation_that_was_seen_once_is_known_from_then_on(detector):
+    one = optimizer()
+    for _ in range(3):
+        for _ in range(2 * PATIENCE):
+            detector.requested()
+        one.step()
+    # The batches past patience before the first update, then the updates, and no batch any more.
+    assert len(detector.ends) == PATIENCE - 1 + 3
+    assert detector.source == HOOKS
+
+
+def test_accumulation_that_is_told_is_no_reason_to_count_batches(detector):
+    detector.expect(3 * PATIENCE)
+    one = optimizer()
+    for _ in range(2):
+        for _ in range(3 * PATIENCE):
+            detector.requested()
+        one.step()
+    assert len(detector.ends) == 2
