@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perfdoctor.diagnose import diagnose
+from perfdoctor.doors.rank_gathering import rank_of_run
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import SessionError, TrialRefused
 from perfdoctor.record.call_site import HitLog
+from perfdoctor.report.progress import ProgressLine
 from perfdoctor.report.trial import TrialReport
 from perfdoctor.treat.snapshot import Snapshot
 from perfdoctor.trial.loader_replay import LoaderReplay
@@ -51,6 +52,11 @@ class LiveTrial:
         self._before: Snapshot | None = None
         self._trial: Trial | None = None
         self._over = False
+        try:
+            refuse_ranks()
+        except TrialRefused as error:  # told by report()
+            self.problem, self._over = error, True
+            return
         session.recorder.following = self._step
         session.recorder.finished = self._begin
 
@@ -87,7 +93,8 @@ class LiveTrial:
                 "the loop ended before the trial began: it needs some 50 steps to be watched and a few hundred to be "
                 "tried; let it run longer"
             )
-        return self._trial.outcome()
+        outcome = self._trial.outcome()
+        return replace(outcome, notes=(*outcome.notes, *stream_notes(self.replay)))
 
     def close(self) -> None:
         """Take everything back, at whatever point."""
@@ -107,7 +114,7 @@ class LiveTrial:
 
     def _begin(self) -> None:
         try:
-            _refuse_ranks()
+            refuse_ranks()
             optimizers = [each for ref in self._session.recorder.steps.optimizers.values() if (each := ref())]
             diagnosis = diagnose(self._session.assembled())
             surroundings = Surroundings(optimizers=tuple(optimizers), replay=self.replay)
@@ -124,6 +131,8 @@ class LiveTrial:
     def _step(self, stamp: Any) -> None:
         if self._trial is not None:
             self._trial.step_ended(stamp)
+            if self._session.progress is not None:
+                self._session.progress.show(self._trial.how_far)
 
     def _end(self) -> None:
         self._over = True
@@ -143,12 +152,14 @@ class LiveTrial:
             before.restore()
 
 
-def _refuse_ranks() -> None:
-    distributed: Any = sys.modules["torch"].distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+def refuse_ranks() -> None:
+    """Raises TrialRefused where this process is one of several ranks, by torchrun's variables or its process group."""
+    _, num_ranks = rank_of_run()
+    if num_ranks > 1:
         raise TrialRefused(
-            f"this loop runs on {distributed.get_world_size()} ranks, which could not agree on what to switch when: "
-            "try it on one rank"
+            f"this loop runs on {num_ranks} ranks, which could not agree on what to switch when; one that stops would "
+            "leave the others waiting. Try it on one rank: start `perfdoctor trial` without torchrun (RANK and "
+            "WORLD_SIZE unset). `perfdoctor run` under torchrun watches all of them"
         )
 
 
@@ -163,6 +174,7 @@ class TrialOptions:
     suspects: int = MOST_SUSPECTS
     hits: HitLog | None = None
     profiled: bool | None = None
+    progress: ProgressLine | None = None  # says how far the phases and the trial are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +192,14 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
     Raises:
         UsageError: there is no such script or module, or it does not compile.
         SessionError: the script ended before the trial began.
-        TrialRefused: a trial of this loop would be wrong.
+        TrialRefused: a trial of this loop would be wrong; several ranks, say.
     """
     options = options or TrialOptions()
+    refuse_ranks()  # before anything runs, where torchrun started us
     program = load_program(target, module=options.module)
     session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
+    if options.progress is not None:
+        session.tell(options.progress)
     live = LiveTrial(session, options.limits, suspects=options.suspects, ended=_stop, restored=False)
     box = Sandbox()
     with ExitStack() as stack:
@@ -205,6 +220,16 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
 
 def _stop() -> None:
     raise ScriptStopped
+
+
+def stream_notes(replay: LoaderReplay) -> list[str]:
+    """What is not put back: batches taken from something that cannot be asked for them again."""
+    if not replay.streaming:
+        return []
+    return [
+        f"the loop reads a stream (an IterableDataset or a generator), and the trial took {replay.num_taken} batches "
+        "of it, besides those that were watched: what lies behind it outside this process has advanced by as many"
+    ]
 
 
 def files_of(box: Sandbox) -> list[str]:

@@ -122,4 +122,4 @@ def name_of(arm: Arm) -> str:
         return "all suspects together"
     site = arm.finding.site
     where = f"{site.frame.file}:{site.frame.line} " if site is not None else ""
-    return f"{where}{arm.finding.code} ({arm.mode.name})"
+    return f"{where}{arm.finding.code} ({arm.mode.text})"  # the mode's name is for the JSON

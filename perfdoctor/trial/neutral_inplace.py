@@ -70,9 +70,10 @@ class NeutralInplace(Neutraliser):
         if self._changed:
             return self._changed
         rows: dict[int, list[_Call]] = {}
-        turns: dict[int, int] = {}
+        turns: dict[Any, int] = {}
         for call in self._last:
-            turn = turns[id(call.target)] = turns.get(id(call.target), -1) + 1
+            target = _identity(call.target)  # p.data is another object each time
+            turn = turns[target] = turns.get(target, -1) + 1
             rows.setdefault(turn, []).append(call)
         for calls in rows.values():
             first = calls[0]

@@ -66,6 +66,10 @@ class Neutraliser:
         """A step ended."""
         self.step_in_block += 1
 
+    def remark(self) -> str:
+        """Asked at the end: what is to be said about its arms, '' for nothing."""
+        return ""
+
     def remove(self) -> None:
         """Put back whatever is not a hook. Called once, after everything is off."""
 

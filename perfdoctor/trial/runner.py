@@ -28,6 +28,7 @@ from perfdoctor.trial.neutraliser import OFF
 from perfdoctor.trial.outcome import ArmResult, Refusal, TrialOutcome
 from perfdoctor.trial.schedule import BASE, EDGE, FEWEST_ROUNDS, Block, Layout, lay_out
 from perfdoctor.trial.suspects import Suspect
+from perfdoctor.units import format_plural
 
 OBSERVED_STEPS = 8
 _OVERTIME = 1.25
@@ -123,6 +124,12 @@ class Trial:
                 self._clock.end(block.arm)
                 self._clock.drain(stamp)
                 self._begin_block()
+
+    def how_far(self) -> str:
+        """For whoever waits: 'trial, block 12 of 240, 3 of at most 120 s'."""
+        spent = (time.perf_counter_ns() - self._started_ns) / 1e9
+        block = "looking at the loop" if self._at < 0 else f"block {self._at + 1} of {len(self._blocks)}"
+        return f"trial, {block}, {spent:.0f} of at most {self._limits.seconds:g} s"
 
     def finish(self) -> None:
         """Switch everything off and take it back. Safe to call twice."""
@@ -242,7 +249,7 @@ class Trial:
     def _so_far(self) -> list[Estimate | None]:
         times = self._clock.times()  # of blocks that the device has left behind
         steady, plain = steady_means(times), plain_means(times)
-        self._base_ns = float(np.median([ns for arm, ns in steady if arm == BASE]))
+        self._base_ns = float(np.median([ns for arm, ns in steady if arm == BASE] or [0.0]))
         return [measured_arm(arm, _pairs(plain if arm.mode.rare else steady, i)) for i, arm in enumerate(self._arms)]
 
     def _is_narrow(self, arm: int, measured: Estimate) -> bool:
@@ -299,11 +306,13 @@ class Trial:
 
     def _notes(self, num_blocks: int) -> list[str]:
         notes = [f"{name} was not tried: the time does not suffice for enough rounds" for name in self._dropped]
+        steps = format_plural(self._num_steps, "step")
+        notes += [remark for neutraliser in self._neutralisers if (remark := neutraliser.remark())]
         if self._at < 0:
-            notes.append(f"the loop ended after {self._num_steps} steps of the trial, before the first block")
+            notes.append(f"the loop ended after {steps} of the trial, before the first block")
         elif num_blocks < len(self._blocks):
             notes.append(
-                f"the trial ended after {num_blocks} of {len(self._blocks)} blocks ({self._num_steps} steps): "
+                f"the trial ended after {num_blocks} of {len(self._blocks)} blocks ({steps}): "
                 f"intervals are wider; with fewer than {FEWEST_PAIRS} pairs nothing is claimed. "
                 + ("Give it more --seconds" if self._late else "Let the loop run longer")
             )
@@ -317,11 +326,12 @@ def _pairs(times: Sequence[tuple[int, float]], arm: int) -> Any:
 
 
 def _saving(measured: Estimate, text: str, counted: int) -> Saving:
+    pairs = f"{format_plural(measured.num_pairs, 'pair')} of blocks of {format_plural(counted, 'step')}"
     return Saving(
         median_ns=round(measured.mid_ns),
         low_ns=round(measured.low_ns),
         high_ns=round(measured.high_ns),
-        basis=f"trial, {text}: {measured.num_pairs} pairs of blocks of {counted} steps",
+        basis=f"trial, {text}: {pairs}",
     )
 
 

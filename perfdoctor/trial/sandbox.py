@@ -23,11 +23,12 @@ from typing import Any
 from perfdoctor.errors import TrialRefused
 from perfdoctor.trial.sandbox_audit import Escapes, watch_escapes
 from perfdoctor.trial.sandbox_files import FilePatches
+from perfdoctor.trial.sandbox_survey import Survey
 from perfdoctor.trial.sandbox_view import View
 from perfdoctor.watch.patches import Patches
 
 # Packages whose writers open files from C or Rust: nothing in Python sees it.
-_UNSEEN = ("h5py", "pyarrow", "cv2", "tensorflow", "zarr", "aim", "deepspeed", "imageio")
+_UNSEEN = ("pyarrow", "cv2", "tensorflow", "zarr", "aim", "deepspeed", "imageio")
 
 
 class Sandbox:
@@ -59,9 +60,10 @@ class Sandbox:
         self.scratch = os.path.realpath(tempfile.mkdtemp(prefix="perfdoctor-sandbox-"))
         self._view = View(self.scratch)
         self._files, self._names = FilePatches(self._view), Patches()
-        self._environment: dict[str, str | None] = {}
+        self._environment = dict(os.environ)
         self._escapes = Escapes(self._view)
         self._before = _sizes_of_open_files()
+        self._survey = Survey(self._cwd, lambda path: self._view.locate(path) is None)
         self._writers = {id(writer) for writer in _event_writers()}
         self._stop_watching = watch_escapes(self._escapes)
         Sandbox._open = self
@@ -99,9 +101,7 @@ class Sandbox:
             "NEPTUNE_MODE": "offline",
             "CLEARML_OFFLINE_MODE": "1",
         }
-        for name, value in settings.items():
-            self._environment[name] = os.environ.get(name)
-            os.environ[name] = value
+        os.environ.update(settings)
         self.switched_off = tuple(f"{name}={value}" for name, value in settings.items())
 
     def _notice_spawns(self) -> None:
@@ -127,6 +127,21 @@ class Sandbox:
             if os.path.exists(path) and os.path.getsize(path) != size and self._view.locate(path) is not None:
                 self._escapes.note(f"{path}: was open before the sandbox, and has been written to")
 
+    def _restore_environment(self) -> None:
+        """What the run set goes too: the cache folder of torch's compiler, say, that lies below the scratch one."""
+        for name in [name for name in os.environ if name not in self._environment]:
+            del os.environ[name]
+        for name, value in self._environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+    def _note_changes(self) -> None:
+        """What C code or another process did in the working directory: after the run, with everything put back."""
+        told = " ".join(self._escapes.noted)
+        for path in self._survey.changes():
+            if path not in told:
+                self._escapes.note(f"{path}: was changed by something that the sandbox does not see, and stays so")
+
     def _close_event_writers(self) -> None:
         """TensorBoard's threads write later what they hold, by then to the real folder."""
         for writer in _event_writers():
@@ -139,12 +154,9 @@ class Sandbox:
         self._stop_watching()
         Sandbox._open = None
         tempfile.tempdir = self._tempdir
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._restore_environment()
         os.chdir(self._cwd)
+        self._note_changes()
         self.files = tuple(path for path in self._view.files() if not path.endswith(".moving"))
         self.kept = tuple(sorted(self._view.hidden_paths | {path for path in self.files if os.path.lexists(path)}))
         self.escaped = tuple(self._escapes.noted)

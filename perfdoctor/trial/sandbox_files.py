@@ -10,11 +10,9 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
-import importlib.util
 import io
 import os
 import shutil
-import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from perfdoctor.trial.sandbox_entries import Entries, Entry
+from perfdoctor.trial.sandbox_libraries import redirect_libraries, redirect_numpy
 from perfdoctor.trial.sandbox_view import View
 from perfdoctor.watch.patches import Patches
 
@@ -46,13 +45,13 @@ class FilePatches:
     def install(self) -> None:
         """Replace everything."""
         for name in (*_READS, *_LINK_READS):
-            self._redirect(os, name, functools.partial(self._reading, name in _READS))
+            self.redirect(os, name, functools.partial(self._reading, name in _READS))
         for name in _CHANGES:
-            self._redirect(os, name, self._changing)
+            self.redirect(os, name, self._changing)
         for name in ("mkfifo", "mknod"):
-            self._redirect(os, name, self._creating)
-        self._redirect(os, "open", self._descriptor)
-        self._redirect(io, "open", self._opening)
+            self.redirect(os, name, self._creating)
+        self.redirect(os, "open", self._descriptor)
+        self.redirect(io, "open", self._opening)
         self._answer(os, "listdir", self._listdir)
         self._answer(os, "scandir", self._scandir)
         self._answer(os, "mkdir", self._mkdir)
@@ -60,14 +59,14 @@ class FilePatches:
             self._answer(os, name, functools.partial(self._remove, name))
         for name in ("rename", "replace"):
             self._answer(os, name, functools.partial(self._rename, name))
-        self._redirect(os, "link", self._linking)
-        self._redirect(os, "symlink", self._symlinking)
+        self.redirect(os, "link", self._linking)
+        self.redirect(os, "symlink", self._symlinking)
         self._answer(shutil, "rmtree", self._rmtree)
-        self._redirect(sqlite3, "connect", self._first_written)
-        self._redirect(tempfile, "_sanitize_params", self._temporary_folder)
-        self._install_libraries()
+        self.redirect(tempfile, "_sanitize_params", self._temporary_folder)
+        redirect_libraries(self)
         self._replace_early_names()
         self._patches.replace(builtins, "open", io.open)
+        redirect_numpy(self)
         self._patches.replace(io, "FileIO", _file_io(self))
 
     def undo(self) -> None:
@@ -75,25 +74,10 @@ class FilePatches:
         self.active = False
         self._patches.undo()
 
-    def _install_libraries(self) -> None:
-        """Writers that open their file from C: torch's archives and safetensors'."""
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            self._redirect(torch._C, "PyTorchFileWriter", self._first_written_anew)
-            self._redirect(torch._C, "PyTorchFileReader", functools.partial(self._reading, True))
-            self._redirect(torch.UntypedStorage, "from_file", functools.partial(self._reading, True))
-            self._redirect(torch, "from_file", functools.partial(self._reading, True))
-            self._redirect(torch.jit, "save", self._second_written)
-        if torch is not None and importlib.util.find_spec("safetensors"):
-            import safetensors.torch  # now: imported later, it would bind the real functions
-
-            self._redirect(safetensors, "serialize_file", self._second_written)
-            self._redirect(safetensors, "safe_open", functools.partial(self._reading, True))
-
     # ---- how a replacement is made
 
-    def _redirect(self, owner: Any, name: str, redirect: Redirect) -> None:
-        """Call the real function with the arguments that `redirect` gives."""
+    def redirect(self, owner: Any, name: str, redirect: Redirect, *, method: bool = False) -> None:
+        """Call the real function with the arguments that `redirect` gives. `method`: the first is the object's own."""
         if not hasattr(owner, name):
             return
         real = getattr(owner, name)
@@ -108,7 +92,11 @@ class FilePatches:
             with _named(self.view):
                 return real(*args, **kwargs)
 
-        self._put(owner, name, real, call)
+        self._put(owner, name, real, staticmethod(call) if isinstance(owner, type) and not method else call)
+
+    def put(self, owner: Any, name: str, value: object) -> None:
+        """Replace something that is no function."""
+        self._patches.replace(owner, name, value)
 
     def _answer(self, owner: Any, name: str, answer: Callable[..., Any]) -> None:
         """Give the replacement's own answer; `NotImplemented` leaves the call to the real function."""
@@ -126,7 +114,7 @@ class FilePatches:
         self._put(owner, name, real, call)
 
     def _put(self, owner: Any, name: str, real: Any, call: Any) -> None:
-        self._patches.replace(owner, name, staticmethod(call) if isinstance(owner, type) else call)
+        self._patches.replace(owner, name, call)
         self._replaced.setdefault(id(real), (real, call))
 
     def _replace_early_names(self) -> None:
@@ -156,10 +144,11 @@ class FilePatches:
         return (self.view.write(path, dir_fd, copied=True, follow=follow), *args), kwargs
 
     def _creating(self, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        self._refuse_existing(path, dir_fd)
+        self.refuse_existing(path, dir_fd)
         return (self.view.write(path, dir_fd, copied=False, follow=False), *args), kwargs
 
-    def _refuse_existing(self, path: Any, dir_fd: int | None = None) -> None:
+    def refuse_existing(self, path: Any, dir_fd: int | None = None) -> None:
+        """Raise FileExistsError where there is such a file."""
         found = self.view.locate(path, dir_fd)
         if found is not None and self.view.exists(found):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -170,10 +159,11 @@ class FilePatches:
         if not set(mode) & set("wax+"):
             return (self.view.read(file), mode, *args), kwargs
         if "x" in mode:
-            self._refuse_existing(file)
-        return (self._writable(file, copied="w" not in mode), mode, *args), kwargs
+            self.refuse_existing(file)
+        return (self.writable(file, copied="w" not in mode), mode, *args), kwargs
 
-    def _writable(self, file: Any, *, copied: bool, dir_fd: int | None = None) -> Any:
+    def writable(self, file: Any, *, copied: bool, dir_fd: int | None = None) -> Any:
+        """Where to write instead of `file`; `copied` brings what is there before."""
         found = self.view.locate(file, dir_fd)
         if found is not None and self.view.is_folder(found):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file)
@@ -190,42 +180,21 @@ class FilePatches:
             found = self.view.read(path, dir_fd)
             return None if found is path else ((found, flags, mode), {})
         if flags & os.O_CREAT and flags & os.O_EXCL:
-            self._refuse_existing(path, dir_fd)
-        return (self._writable(path, copied=not flags & os.O_TRUNC, dir_fd=dir_fd), flags, mode), {}
+            self.refuse_existing(path, dir_fd)
+        return (self.writable(path, copied=not flags & os.O_TRUNC, dir_fd=dir_fd), flags, mode), {}
 
     def _linking(self, src: Any, dst: Any, **kwargs: Any) -> Any:
-        self._refuse_existing(dst, kwargs.get("dst_dir_fd"))
+        self.refuse_existing(dst, kwargs.get("dst_dir_fd"))
         source = self.view.write(src, kwargs.pop("src_dir_fd", None), copied=True)
         return (source, self.view.write(dst, kwargs.pop("dst_dir_fd", None), copied=False, follow=False)), kwargs
 
     def _symlinking(self, src: Any, dst: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        self._refuse_existing(dst, dir_fd)
+        self.refuse_existing(dst, dir_fd)
         text = os.fsdecode(src)
         base = self.view.locate(dst, dir_fd)
         if base is not None:  # to the redirected copy where there is one, else to the real file
             src = self.view.read(os.path.join(os.path.dirname(base), text))
         return (src, self.view.write(dst, dir_fd, copied=False, follow=False), *args), kwargs
-
-    def _first_written(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ":memory:"
-        if text in ("", ":memory:"):
-            return None
-        if kwargs.get("uri") and text.startswith("file:"):
-            plain, _, query = text[5:].partition("?")
-            if "mode=memory" in query or "mode=ro" in query or "::memory" in plain:
-                return None
-            return (f"file:{self.view.write(plain, copied=True)}?{query}", *args), kwargs
-        return (self.view.write(path, copied=True), *args), kwargs
-
-    def _first_written_anew(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(path, str | bytes | os.PathLike):
-            return None
-        return (self._writable(path, copied=False), *args), kwargs
-
-    def _second_written(self, value: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(path, str | bytes | os.PathLike):
-            return None
-        return (value, self._writable(path, copied=False), *args), kwargs
 
     def _temporary_folder(self, prefix: Any, suffix: Any, folder: Any) -> Any:
         found = self.view.locate(folder) if folder is not None else None
@@ -264,7 +233,7 @@ class FilePatches:
     def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
         if self.view.locate(path, dir_fd) is None:
             return NotImplemented
-        self._refuse_existing(path, dir_fd)
+        self.refuse_existing(path, dir_fd)
         os.mkdir(self.view.write(path, dir_fd, copied=False, follow=False), mode)
         return None
 

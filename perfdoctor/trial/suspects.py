@@ -17,6 +17,7 @@ from perfdoctor.trial.neutral_clip import NeutralClip
 from perfdoctor.trial.neutral_copy import NeutralCopy
 from perfdoctor.trial.neutral_garbage import NeutralGarbage
 from perfdoctor.trial.neutral_inplace import NeutralInplace
+from perfdoctor.trial.neutral_launch import NeutralLaunch
 from perfdoctor.trial.neutral_loader import NeutralLoader
 from perfdoctor.trial.neutral_logger import NeutralLogger
 from perfdoctor.trial.neutral_mask import NeutralMask
@@ -31,7 +32,6 @@ MOST_LEFT_ALONE = 2
 
 _BY_SIZE = frozenset(["boolean_mask", "nonzero", "masked_select", "unique", "one_hot", "bincount", "repeat_interleave"])
 _REFUSED = {
-    "launch-bound": "in a script that is not ours to change no train_step is known that could be captured as a graph",
     "small-kernels": "only a captured or compiled step removes launches; no train_step is known",
     "fusion": "only compilation fuses kernels; no train_step is known",
     "no-tensor-cores": "another precision is another computation: change it and compare",
@@ -81,8 +81,7 @@ def choose_suspects(
     return suspects, left_out
 
 
-_WITH_CLIP = ("launch-bound", "small-kernels")
-_WHOLE = (NeutralClip, NeutralOptimizer, NeutralLoader, NeutralGarbage, NeutralAnomaly)
+_WHOLE = (NeutralLaunch, NeutralClip, NeutralOptimizer, NeutralLoader, NeutralGarbage, NeutralAnomaly)
 
 
 def _once(suspect: Suspect, others: list[Suspect]) -> Suspect:
@@ -98,6 +97,8 @@ def _suspect_among(
 ) -> Suspect:
     if _in_loop(finding, lines):
         return Suspect(finding=finding, refusal="it is part of the loop on the same line, and tried with it")
+    if finding.code == "small-kernels" and any(other.code == "launch-bound" for other in candidates):
+        return Suspect(finding=finding, refusal="it goes with the launch-bound finding: the same change removes both")
     known = _with_known_loops([finding, *candidates])[0]
     return replace(suspect_of(known, surroundings), finding=finding)
 
@@ -111,7 +112,10 @@ def suspect_of(finding: Finding, surroundings: Surroundings) -> Suspect:
 
 
 def _neutraliser(finding: Finding, surroundings: Surroundings) -> Neutraliser | str:
-    if finding.code in _WITH_CLIP and surroundings.optimizers:
+    if finding.code == "launch-bound":
+        replay = surroundings.replay
+        return NeutralLaunch(surroundings.optimizers, lambda: replay.turn)
+    if finding.code == "small-kernels" and surroundings.optimizers:
         return NeutralClip(surroundings.optimizers, _REFUSED[finding.code])
     if finding.code in _REFUSED:
         return _REFUSED[finding.code]
@@ -158,6 +162,8 @@ def _of_sync(finding: Finding, surroundings: Surroundings) -> Callable[[Place], 
         return lambda place: NeutralLogger(place, caller)
     if kind == "ctc_loss":
         return "the read is inside C++: give the lengths as host tensors and compare"
+    if kind in ("barrier", "sync_dist"):
+        return "every rank meets there: one that left it out would leave the others waiting"
     caller = _caller(finding.site)
     return lambda place: NeutralRead(place, caller)
 

@@ -332,6 +332,46 @@ def test_an_average_by_hand_becomes_multi_tensor_calls(device: Any) -> None:
         assert torch.allclose(mine.cpu(), other.cpu(), atol=1e-6)
 
 
+def test_a_launch_bound_loop_is_tried_with_its_model_as_a_graph(device: Any) -> None:
+    losses = []
+    for findings in ((), (finding("", "launch-bound", "launch_bound"), finding("", "small-kernels", "launch_bound"))):
+        loop = Loop()
+
+        def step(number: int, loop: Loop = loop) -> None:
+            loop.train(loop.pool[number % 4].cuda(), lambda t: t.detach())
+
+        outcome = tried(device, loop, step, *findings, steps=400)
+        while loop.steps < 400:
+            step(loop.steps)
+        losses.append([value.item() for value in loop.seen[:400]])
+    assert saving(outcome, "graph") == (0, 0, 0)  # no read goes, and the clock counts nothing else
+    assert [row.finding.code for row in outcome.refused] == ["small-kernels"]
+    assert losses[0] == losses[1]
+    assert "forward and backward as CUDA graphs" in TrialReport.of(outcome).to_text()
+
+
+def test_calls_that_ran_as_ever_are_said(device: Any) -> None:
+    loop = Loop()
+
+    def step(number: int) -> None:
+        loop.train(torch.randn(3 if number > 20 and number % 7 == 0 else 4, 8).cuda(), lambda t: t.detach())
+
+    outcome = tried(device, loop, step, finding("", "launch-bound", "launch_bound"), steps=400)
+    assert [arm.mode for arm in outcome.arms] == ["graph"]
+    assert [note for note in outcome.notes if "not like those observed" in note]
+
+
+def test_a_launch_bound_loop_that_no_graph_can_hold_says_why(device: Any) -> None:
+    loop = Loop()
+
+    def step(number: int) -> None:
+        loop.train(torch.randn(4 + number % 2, 8).cuda(), lambda t: t.detach())
+
+    outcome = tried(device, loop, step, finding("", "launch-bound", "launch_bound"))
+    assert not outcome.arms
+    assert "other shapes" in outcome.refused[0].why
+
+
 def test_waits_are_skipped_and_times_still_answered(device: Any) -> None:
     loop = Loop()
 
@@ -351,14 +391,14 @@ def test_two_suspects_alone_and_together_in_the_order_of_what_they_give(device: 
 
     outcome = tried(
         device, loop, step, finding("single", "host-sync", "item"), finding("four", "host-sync", "item"),
-        finding("", "launch-bound", "launch_bound"),
+        finding("", "fusion", "fusion"),
     )  # fmt: skip
     gone = [arm.saving.median_ns for arm in outcome.arms if arm.mode == "gone"]
     assert gone == [STALL, 4 * STALL]
     assert outcome.together is not None
     assert outcome.together.saving.median_ns == 5 * STALL
     assert [f.site.text for f in outcome.order if f.site] == ["four", "single"]
-    assert [(row.finding.code, "train_step" in row.why) for row in outcome.refused] == [("launch-bound", True)]
+    assert [(row.finding.code, "train_step" in row.why) for row in outcome.refused] == [("fusion", True)]
 
 
 def test_the_first_fixes_are_tried_together_too(device: Any) -> None:

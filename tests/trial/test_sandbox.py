@@ -383,8 +383,8 @@ def test_one_at_a_time(home: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_remains() -> Iterator[None]:
-    folder = Path(tempfile.gettempdir())
-    before = set(folder.glob("perfdoctor-sandbox-*"))
+def _no_remains(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("temporary")  # of this test alone: other runs have their sandboxes in /tmp
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert set(folder.glob("perfdoctor-sandbox-*")) <= before
+    assert not list(folder.glob("perfdoctor-sandbox-*"))

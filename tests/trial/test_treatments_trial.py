@@ -153,6 +153,20 @@ def test_other_numbers_refusals_and_failures_are_verdicts() -> None:
     assert broken.reason == "failed: RuntimeError: cannot be applied"
 
 
+@contextmanager
+def _sticky(loop: Loop) -> Iterator[Loop]:
+    yield loop
+    raise RuntimeError("stays on")
+
+
+def test_what_cannot_be_taken_back_is_left_to_processes() -> None:
+    trial = _run(_treatment("sticky", _sticky), _treatment("unpaused", _unpaused))
+    assert [(each.name, why) for each, why in trial.deferred] == [
+        ("sticky", "it could not be taken back (RuntimeError: stays on)")
+    ]
+    assert [verdict.treatment for verdict in trial.verdicts] == ["unpaused"]
+
+
 def test_an_error_in_the_script_is_the_active_treatments() -> None:
     trial = _run(_treatment("full", _full))
     (verdict,) = trial.verdicts

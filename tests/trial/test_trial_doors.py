@@ -143,6 +143,17 @@ def test_a_session_tries_its_own_loop_and_puts_everything_back() -> None:
     assert session.diagnosis().step is not None
 
 
+def test_several_ranks_are_known_when_the_trial_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with perfdoctor.watch() as session:
+        trial = session.trial()
+        assert trial.over
+        assert not trial.measured
+    with pytest.raises(perfdoctor.TrialRefused, match="runs on 4 ranks"):
+        trial.report()
+
+
 def test_a_trial_belongs_into_the_block() -> None:
     session = perfdoctor.watch()
     with pytest.raises(perfdoctor.SessionError, match="belongs at the start"):
@@ -155,9 +166,41 @@ def test_a_trial_belongs_into_the_block() -> None:
         trial.report()
 
 
+STREAM = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(8)
+
+model = torch.nn.Linear(8, 2)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for x in DataLoader(Stream(), batch_size=4):
+    model(x).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_a_stream_is_said_to_have_advanced(tmp_path: Path) -> None:
+    document = document_of(tmp_path, STREAM)
+    notes = [note for note in document["trial"]["notes"] if "reads a stream" in note]
+    assert len(notes) == 1, document["trial"]["notes"]
+    taken = int(notes[0].partition(" took ")[2].partition(" ")[0])
+    assert 4 <= taken <= document["trial"]["num_steps"] + 1
+
+
+def test_a_data_set_that_is_indexed_is_no_stream(tmp_path: Path) -> None:
+    document = document_of(tmp_path, SLOW_LOADER, "400")
+    assert not [note for note in document["trial"]["notes"] if "stream" in note]
+
+
 RANKS = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+import sys, torch, torch.distributed as dist
+open("began", "w")
+dist.init_process_group("gloo", INIT)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
 for _ in range(100000):
@@ -165,29 +208,65 @@ for _ in range(100000):
     opt.step()
     opt.zero_grad()
 """
+OWN_RANKS = 'init_method="tcp://127.0.0.1:" + sys.argv[1], rank=int(sys.argv[2]), world_size=2'
 
 
-def test_two_ranks_are_refused_on_both_and_nobody_is_left_waiting(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RANKS)
+def _free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "perfdoctor", "trial", "--seconds", "8", "train.py"]
-    ranks = []
-    for rank in range(2):
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        ranks.append(
-            subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        return str(free.getsockname()[1])
+
+
+def _refused_ranks(folder: Path, words: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
+    """What each of the processes says; all of them end by themselves, refused."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "perfdoctor", "trial", "--seconds", "8", "train.py", *more],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
         )
+        for more, environment in zip(words, environments, strict=True)
+    ]
     try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=90)
-            assert rank.returncode == 2
-            assert b"runs on 2 ranks" in errors
+        said = [rank.communicate(timeout=90)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [2, 2], said
+        return said
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def test_two_ranks_that_a_launcher_started_are_refused_before_the_script_begins(tmp_path: Path) -> None:
+    source = RANKS.replace('open("began", "w")', 'print("it began", file=sys.stderr)')
+    (tmp_path / "train.py").write_text(source.replace(", INIT", ""))
+    port = _free_port()
+    environments = [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(2)
+    ]
+    for errors in _refused_ranks(tmp_path, [[], []], environments):
+        assert "runs on 2 ranks" in errors
+        assert "without torchrun" in errors
+        assert "it began" not in errors
+
+
+def test_two_ranks_that_the_script_makes_itself_are_refused_on_both_and_nobody_waits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS.replace("INIT", OWN_RANKS))
+    port = _free_port()
+    for errors in _refused_ranks(tmp_path, [[port, "0"], [port, "1"]], [{}, {}]):
+        assert "runs on 2 ranks" in errors
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_one_rank_of_a_launcher_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_LOADER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    words = [sys.executable, "-m", "perfdoctor", "trial", "--seconds", "2", "train.py", "400"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Trial of" in done.stdout
