@@ -63,6 +63,23 @@ def format_count(number: float) -> str:
     return f"{number:.0f}" if abs(number - round(number)) < 0.005 else f"{number:.2g}"
 
 
+def format_plural(number: float, noun: str) -> str:
+    """A count in words: `format_plural(1, 'step')` is '1 step', `format_plural(3, 'batch')` is '3 batches'.
+
+    `noun` in the singular, its last word the one that changes. A mean ('0.1 reads') is plural.
+    """
+    text = format_count(number)
+    return f"{text} {noun if text == '1' else _plural_of(noun)}"
+
+
+def _plural_of(noun: str) -> str:
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"
+
+
 def format_part(part_ns: float, whole_ns: float) -> str:
     """`format_part(5_400_000, 25_200_000)` is '5.4 of 25.2 ms'."""
     return f"{format_ms(part_ns).removesuffix(' ms')} of {format_ms(whole_ns)}"

@@ -41,6 +41,25 @@ def test_parts_spreads_and_days() -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "step", "1 step"),
+        (0, "step", "0 steps"),
+        (2, "parameter group", "2 parameter groups"),
+        (0.1, "read", "0.1 reads"),
+        (1.001, "sync", "1 sync"),
+        (12, "batch", "12 batches"),
+        (1, "loss", "1 loss"),
+        (3, "loss", "3 losses"),
+        (2, "copy", "2 copies"),
+        (2, "day", "2 days"),
+    ],
+)
+def test_a_count_and_its_noun_agree(number: float, noun: str, text: str) -> None:
+    assert units.format_plural(number, noun) == text
+
+
+@pytest.mark.parametrize(
     ("ns", "text"),
     [(12, "12 ns"), (1_500, "1.5 us"), (2.5e6, "2.5 ms"), (3e9, "3 s"), (600e9, "10 min"), (7200e9, "2.0 h")],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -32,14 +32,21 @@ _VERBS = {
 
 def script_main() -> NoReturn:
     """The entry point `perfdoctor`."""
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_main(sys.argv[1:], _keep_aside))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one verb and return the exit code. Errors made by the caller are one line on standard error."""
+    return _main(argv, lambda: None)
+
+
+def _main(argv: Sequence[str], delivered_alone: Callable[[], None]) -> int:
     try:
         outcome = _execute(argv)
-        return _deliver(outcome)
+        code = _deliver(outcome)
+        if outcome.alone:
+            delivered_alone()
+        return code
     except (PerfDoctorError, OSError) as error:
         _complain(_one_line(error))
         return 2
@@ -108,6 +115,12 @@ def _show(text: str) -> None:
     except OSError as error:
         _silence_stdout()
         raise UsageError(f"standard output cannot be written ({error.strerror or error})") from error
+
+
+def _keep_aside() -> None:
+    """What the script prints at the exit of the process (atexit) must not follow the report."""
+    if sys.stdout is not None and sys.stderr is not None:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def _silence_stdout() -> None:

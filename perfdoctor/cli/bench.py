@@ -34,7 +34,7 @@ def execute(argv: Sequence[str]) -> Outcome:
     options = _parser().parse_args(argv)
     chosen = _checked(options.verbs)
     check_output(options.output)
-    check_output(options.picture)
+    check_output(options.picture, "--picture")
     if options.picture and options.output and os.path.realpath(options.picture) == os.path.realpath(options.output):
         raise UsageError(f"-o and --picture are both {options.output}; name two files")
     if options.dims is not None and "matmul" not in chosen:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfdoctor.cli.output import Outcome, Parser, check_output, write_whole
-from perfdoctor.cli.run import split_command
+from perfdoctor.cli.run import misplaced, split_command
 from perfdoctor.errors import UsageError
 from perfdoctor.record.owners import package_path
+from perfdoctor.record.sync_kinds import UNSYNCHRONISED_READ
+from perfdoctor.units import format_plural
 
 if TYPE_CHECKING:
     from perfdoctor.doors.check import CheckedSite, CheckReport
@@ -40,6 +42,7 @@ def execute(argv: Sequence[str]) -> Outcome:
             "no script: perfdoctor check [options] script.py args..., or -m module (--help lists the options)"
         )
     check_output(options.output)
+    hint = misplaced(command, "check", _parser())
     known = _read_baseline(options.baseline) if options.baseline else frozenset()
     from perfdoctor.doors.check import check_script
 
@@ -52,14 +55,41 @@ def execute(argv: Sequence[str]) -> Outcome:
     )
     if options.write_baseline:
         write_whole(options.write_baseline, _baseline(report))
-        return Outcome(text="", messages=(f"wrote {len(report.sites)} known sites to {options.write_baseline}",))
+        written = f"wrote {format_plural(len(report.sites), 'known site')} to {options.write_baseline}"
+        return Outcome(text="", messages=(written,))
     new = replace(report, sites=tuple(site for site in report.sites if _name(site) not in known))
-    over = new.syncs_per_step > options.budget or any(
-        site.meaning.code == "unsynchronised-read" for site in new.failing
-    )
+    over = new.syncs_per_step > options.budget or any(site.meaning.code == UNSYNCHRONISED_READ for site in new.failing)
+    num_known = len(report.sites) - len(new.sites)
     return Outcome(
-        text=_rendered(new, len(report.sites) - len(new.sites), options), path=options.output, exit_code=int(over)
+        text=_rendered(new, num_known, options),
+        path=options.output,
+        exit_code=int(over),
+        messages=_messages(new, num_known, options, over=over) + ((hint,) if hint and over else ()),
     )
+
+
+def _messages(new: CheckReport, num_known: int, options: argparse.Namespace, *, over: bool) -> tuple[str, ...]:
+    """The verdict on standard error, where the report does not begin with it or goes elsewhere."""
+    if options.format == "text" and not options.output:
+        return ()
+    return (_held_against(new, num_known, options, over=over),)
+
+
+def _held_against(new: CheckReport, num_known: int, options: argparse.Namespace, *, over: bool) -> str:
+    """What was held against what, in one line."""
+    what = f"sites not in {options.baseline}" if options.baseline else "all sites"
+    text = (
+        f"{'over' if over else 'within'} the budget: {what}, of {new.source}, make "
+        f"{format_plural(new.syncs_per_step, 'sync')} a step, {options.budget:g} allowed "
+        f"({format_plural(new.num_steps, 'step')} on {new.device})"
+    )
+    if any(site.meaning.code == UNSYNCHRONISED_READ for site in new.failing):
+        text += "; a read before its copy has arrived is never allowed"
+    return f"{text}; {_left_out(num_known, options.baseline)}" if options.baseline else text
+
+
+def _left_out(num_known: int, baseline: str) -> str:
+    return f"{format_plural(num_known, 'site')} of the baseline {baseline} left out"
 
 
 def _parser() -> Parser:
@@ -139,24 +169,25 @@ def _rendered(report: CheckReport, num_known: int, options: argparse.Namespace) 
     from perfdoctor.report.json import render_json
 
     if options.format == "text":
-        return _text(report, num_known, options.budget)
+        return _text(report, num_known, options)
     diagnosis = diagnosis_of(report)
     if options.format == "json":
         return render_json(diagnosis)
     return (render_sarif if options.format == "sarif" else render_github)(diagnosis, os.getcwd())
 
 
-def _text(report: CheckReport, num_known: int, budget: float) -> str:
+def _text(report: CheckReport, num_known: int, options: argparse.Namespace) -> str:
+    new = " not in the baseline" if options.baseline else ""
     lines = [
-        f"{report.source}: {report.syncs_per_step:.3g} syncs a step, {budget:g} allowed "
-        f"({report.num_steps} steps on {report.device})"
+        f"{report.source}: {format_plural(report.syncs_per_step, 'sync')} a step{new}, {options.budget:g} allowed "
+        f"({format_plural(report.num_steps, 'step')} on {report.device})"
     ]
     for title, sites in (("every step", report.per_step), ("now and then", report.occasional)):
         if sites:
             lines += ["", f"{title}:"]
             lines += [row for site in sites for row in _rows(site)]
-    lines += [""] if num_known or report.notes else []
-    lines += [f"{num_known} sites of the baseline are left out"] if num_known else []
+    lines += [""] if options.baseline or report.notes else []
+    lines += [_left_out(num_known, options.baseline)] if options.baseline else []
     lines += [f"note: {note.text}" for note in report.notes]
     return "\n".join(lines) + "\n"
 

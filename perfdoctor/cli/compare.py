@@ -14,7 +14,7 @@ from perfdoctor.report.compare import (
     sentence,
 )
 from perfdoctor.trial.compared_run import read_run
-from perfdoctor.trial.comparison import RUN_NOISE_RATIO, compare
+from perfdoctor.trial.comparison import RUN_NOISE_RATIO, Comparison, compare
 
 _RENDERERS = {
     "text": render_comparison_text,
@@ -33,10 +33,18 @@ def execute(argv: Sequence[str]) -> Outcome:
     options = _parser().parse_args(argv)
     check_output(options.output)
     found = compare(read_run(options.before), read_run(options.after), run_noise_ratio=options.run_noise / 100)
-    exceeded = options.gate is not None and found.exceeds(options.gate)
-    messages = (f"gate: {sentence(found)} That is over {options.gate:g} %.",) if exceeded else ()
+    code, messages = (0, ()) if options.gate is None else _judge_gate(found, options.gate)
     text = _RENDERERS[options.format](found)
-    return Outcome(text=text, path=options.output, exit_code=int(exceeded), messages=messages)
+    return Outcome(text=text, path=options.output, exit_code=code, messages=messages)
+
+
+def _judge_gate(found: Comparison, percent: float) -> tuple[int, tuple[str, ...]]:
+    """The exit code and why. A gate that cannot judge does not pass: it is 2, as unreadable input is."""
+    if found.incomparable:
+        return 2, (f"--gate could not judge: {found.incomparable}",)
+    if found.exceeds(percent):
+        return 1, (f"gate: {sentence(found)} That is over {percent:g} %.",)
+    return 0, ()
 
 
 def _parser() -> Parser:

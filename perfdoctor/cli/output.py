@@ -23,6 +23,7 @@ class Outcome:
     path: str = ""
     exit_code: int = 0
     messages: tuple[str, ...] = ()
+    alone: bool = False  # nothing else may stand on standard output, from the script's first line to the exit
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +62,7 @@ def _percent(text: str) -> float:
     return value
 
 
-def check_output(path: str) -> None:
+def check_output(path: str, option: str = "-o") -> None:
     """Complain before the work, not after it, about a report file that cannot be written.
 
     Raises:
@@ -71,9 +72,9 @@ def check_output(path: str) -> None:
     if not path:
         return
     if Path(path).is_dir():
-        raise UsageError(f"-o {path}: is a folder; name a file")
+        raise UsageError(f"{option} {path}: is a folder; name a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"-o {path}: the folder {folder} is not there or not writable")
+        raise UsageError(f"{option} {path}: the folder {folder} is not there or not writable")
 
 
 def write_whole(path: str, text: str) -> None:

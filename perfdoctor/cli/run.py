@@ -20,17 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, count, deliver
 from perfdoctor.cli.progress import progress
+from perfdoctor.doors.script import output_aside
 from perfdoctor.errors import UsageError
-from perfdoctor.record.capture import Capture, Note
+from perfdoctor.record.capture import Capture
 
 if TYPE_CHECKING:
     from perfdoctor.doors.rank_gathering import RankGroup
-
-_EMULATED = Note(
-    code="emulated-device",
-    text="no GPU here: the script ran on an emulated CUDA device. Lines and counts are those of a GPU, times "
-    "are those of the CPU.",
-)
 
 # Own options that take no value. All others take one: the word after them is not the script.
 _FLAGS = frozenset({"--keep-going", "--treat", "-h", "--help"})
@@ -60,10 +55,47 @@ def execute(argv: Sequence[str]) -> Outcome:
             "no script: perfdoctor run [options] script.py args..., or -m module (--help lists the options)"
         )
     check_output(options.output)
-    check_output(options.save)
+    check_output(options.save, "--save")
+    hint = misplaced(command, "run", _parser())
     ranks = _join(options)
-    with _unhurried(ranks):
-        return _watched(command, options, ranks)
+    alone = is_alone(options)
+    with _unhurried(ranks), output_aside() if alone else nullcontext():
+        outcome = _watched(command, options, ranks)
+    if hint and outcome.exit_code:
+        outcome = replace(outcome, messages=(*outcome.messages, hint))
+    return replace(outcome, alone=alone)
+
+
+def is_alone(options: argparse.Namespace) -> bool:
+    """Whether the report is for a program that reads standard output: what the script prints goes elsewhere then."""
+    return options.format != "text" and not options.output
+
+
+def misplaced(command: Command, verb: str, parser: argparse.ArgumentParser) -> str:
+    """Says on standard error, and returns, how to give perfdoctor the options that stand behind the script; '' where
+    none of the script's options has the name of one of perfdoctor's."""
+    own = {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"}
+    found = [word for word in command.arguments if word.partition("=")[0] in own]
+    if not found:
+        return ""
+    target = f"-m {command.target}" if command.module else command.target
+    names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in found))
+    hint = (
+        f"{names} behind {target} went to the script. perfdoctor's own options stand in front of it: "
+        f"perfdoctor {verb} {' '.join((*command.own, *_with_values(command.arguments, found)))} {target} ..."
+    )
+    print(f"perfdoctor: {hint}", file=sys.stderr, flush=True)
+    return hint
+
+
+def _with_values(words: Sequence[str], found: Sequence[str]) -> list[str]:
+    """The options with the values that follow them."""
+    taken: list[str] = []
+    for word, value in zip(words, (*words[1:], ""), strict=True):
+        if word in found and word not in taken:
+            lacks = word not in _FLAGS and "=" not in word and bool(value)
+            taken += [word, value] if lacks else [word]
+    return taken
 
 
 def _watched(command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> Outcome:
@@ -181,6 +213,7 @@ def _watch(command: Command, options: argparse.Namespace, ranks: RankGroup | Non
         raise UsageError(f"torch cannot be imported by {sys.executable} ({error}): install it there") from error
     from perfdoctor.doors.script import ScriptOptions, run_script
     from perfdoctor.doors.unwatched_rank import run_unwatched
+    from perfdoctor.report.progress import ProgressLine
 
     runner = run_script if ranks is None or ranks.selected else run_unwatched
     with nullcontext() if torch.cuda.is_available() else _emulated() as device:
@@ -193,9 +226,10 @@ def _watch(command: Command, options: argparse.Namespace, ranks: RankGroup | Non
                 active=options.active,
                 keep_going=options.keep_going,
                 hits=None if device is None else device.log,
+                progress=ProgressLine() if ranks is None or ranks.rank == 0 else None,
             ),
         )
-    notes = () if device is None else (_EMULATED, *device.notes)
+    notes = () if device is None else device.notes
     return replace(run.capture, notes=(*run.capture.notes, *notes)), run.exit_code
 
 

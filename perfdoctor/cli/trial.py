@@ -5,22 +5,28 @@ What it writes goes to a scratch folder and is deleted. It must run long enough:
 hundred to two thousand tried, then it is stopped. It advances whatever outside stream it reads from.
 
 With `--treat` (or `--treat=a,b`) it is treatments that are tried: real changes, losses compared first, lines to keep.
+Those that a running process cannot take back are tried in short processes, as it is and treated in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from perfdoctor.cli.output import Outcome, Parser, check_output, count
-from perfdoctor.cli.run import Command, split_command
+from perfdoctor.cli.run import Command, is_alone, misplaced, split_command
+from perfdoctor.doors.script import output_aside
 from perfdoctor.errors import UsageError
 
 _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
+
+_MOST_SECONDS = 3600
 
 _PLAIN = "perfdoctor: no GPU here: the loop is tried as it runs on the CPU (or give it --device emulated)"
 
@@ -39,8 +45,16 @@ def execute(argv: Sequence[str]) -> Outcome:
             "no script: perfdoctor trial [options] script.py args..., or -m module (--help lists the options)"
         )
     check_output(options.output)
-    if options.treat is not None:
-        return _treat(command, options)
+    hint = misplaced(command, "trial", _parser())
+    alone = is_alone(options)
+    with output_aside() if alone else nullcontext():
+        outcome = _measure(command, options) if options.treat is None else _treat(command, options)
+    if hint and outcome.exit_code:
+        outcome = replace(outcome, messages=(*outcome.messages, hint))
+    return replace(outcome, alone=alone)
+
+
+def _measure(command: Command, options: argparse.Namespace) -> Outcome:
     run = _try(command, options)
     from perfdoctor.report.trial import TrialReport
 
@@ -53,6 +67,7 @@ def execute(argv: Sequence[str]) -> Outcome:
 def _try(command: Command, options: argparse.Namespace) -> Any:
     with _device(options) as device:
         from perfdoctor.doors.trial import TrialOptions, run_trial
+        from perfdoctor.report.progress import ProgressLine
         from perfdoctor.trial.runner import Limits
 
         return run_trial(
@@ -65,6 +80,7 @@ def _try(command: Command, options: argparse.Namespace) -> Any:
                 limits=Limits(steps=options.steps, seconds=options.seconds),
                 suspects=options.suspects,
                 hits=None if device is None else device.log,
+                progress=ProgressLine(),
             ),
         )
 
@@ -72,6 +88,7 @@ def _try(command: Command, options: argparse.Namespace) -> Any:
 def _treat(command: Command, options: argparse.Namespace) -> Outcome:
     with _device(options) as device:
         from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
+        from perfdoctor.report.progress import ProgressLine
         from perfdoctor.trial.treatments_trial import TreatmentLimits
 
         run = try_treatments(
@@ -84,16 +101,29 @@ def _treat(command: Command, options: argparse.Namespace) -> Outcome:
                 active=options.active,
                 limits=TreatmentLimits(seconds=options.seconds),
                 hits=None if device is None else device.log,
+                progress=ProgressLine(),
             ),
         )
     from perfdoctor.report.verdicts import render_verdicts, render_verdicts_json
 
     notes = (*run.notes, _EMULATED) if device is not None else run.notes
+
+    def again(names: Sequence[str]) -> str:
+        return _command_line(command, options, names, min(2 * options.seconds, _MOST_SECONDS))
+
     if options.format == "json":
-        text = render_verdicts_json(run.verdicts, run.diagnosis, notes=notes)
+        text = render_verdicts_json(run.verdicts, run.diagnosis, notes=notes, again=again)
     else:
-        text = render_verdicts(run.verdicts, run.diagnosis, notes=notes, root=os.getcwd())
+        text = render_verdicts(run.verdicts, run.diagnosis, notes=notes, root=os.getcwd(), again=again)
     return Outcome(text=text, path=options.output)
+
+
+def _command_line(command: Command, options: argparse.Namespace, names: Sequence[str], seconds: float) -> str:
+    """The command that tries these treatments on the same script, as it is typed."""
+    words = ["perfdoctor", "trial", f"--treat={','.join(names)}", "--seconds", f"{seconds:g}"]
+    words += ["--device", "emulated"] if options.device == "emulated" else []
+    words += ["-m"] if command.module else []
+    return shlex.join((*words, command.target, *command.arguments))
 
 
 @contextmanager
@@ -149,6 +179,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text}: between 1 and 3600")
+    if not 1 <= value <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text}: between 1 and {_MOST_SECONDS}")
     return value

@@ -35,7 +35,6 @@ _LINES: dict[str, tuple[str, ...]] = {
         "self.register_buffer('weight', torch.tensor([...]))   # once, moved by model.to(device)",
         "scale = torch.full((), 0.07, device=x.device)         # or filled on the device",
     ),
-    "data-wait": ("loader = DataLoader(..., num_workers=8, persistent_workers=True, pin_memory=True)",),
     "launch-bound": ("model = torch.compile(model, mode='reduce-overhead')",),
     "optimizer-loop": ("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)",),
     "norm-loop": ("norm = torch.nn.utils.get_total_norm([p.grad for p in params])   # one device tensor",),
@@ -47,6 +46,29 @@ _LINES: dict[str, tuple[str, ...]] = {
     "no-tensor-cores": ("torch.set_float32_matmul_precision('high')",),
     "fusion": ("model = torch.compile(model)",),
 }
+
+
+# More seldom gain: torch's own advice is a few, and the training process wants a CPU for itself.
+_MOST_WORKERS = 8
+
+
+def workers_for(num_cpus: float, now: int = 0) -> int:
+    """How many DataLoader workers to try beside the loop on so many CPUs: twice those of `now`, as far as CPUs go.
+
+    0 where a worker would only take turns with the loop.
+    """
+    return max(min(max(_MOST_WORKERS, 2 * now), int(num_cpus) - 1), 0)
+
+
+def loader_lines(num_cpus: float | None, now: int = 0) -> tuple[str, ...]:
+    """The loader with workers, as many as the recorded machine has CPUs for; None: its CPUs were not recorded."""
+    if num_cpus is None:
+        return (
+            "num_workers = min(8, len(os.sched_getaffinity(0)) - 1)   # CPUs were not recorded: one stays for the loop",
+            "loader = DataLoader(..., num_workers=num_workers, persistent_workers=True, pin_memory=True)",
+        )
+    workers = workers_for(num_cpus, now)
+    return (f"loader = DataLoader(..., num_workers={workers}, persistent_workers=True, pin_memory=True)",)
 
 
 def advice_for_kind(kind: str) -> Advice:

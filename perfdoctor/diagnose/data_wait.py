@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from perfdoctor.diagnose.advice import advice
-from perfdoctor.diagnose.finding import Finding, Headroom, Severity
+from perfdoctor.diagnose.advice import advice, loader_lines, workers_for
+from perfdoctor.diagnose.finding import Advice, Finding, Headroom, Severity
 from perfdoctor.diagnose.host_sync import worst
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Site
 from perfdoctor.record.intervals import Intervals
-from perfdoctor.units import format_ms, format_share
+from perfdoctor.units import format_ms, format_plural, format_share
 
 _LOADER = re.compile(r"enumerate\(DataLoader\)|_(SingleProcess|MultiProcessing)DataLoaderIter|^data$|^dataloader", re.I)
 # Parts of a fetch in the training process, by the function that a trace with Python frames names.
@@ -39,8 +39,8 @@ def check_data_wait(review: Review) -> Iterator[Priced]:
     if buffered >= review.num_steps and review.steps is not None and review.steps.known:
         review.skip(
             "data-wait",
-            f"the loader had {buffered} batches ready (workers x prefetch_factor) and the window holds only "
-            f"{review.num_steps} steps: record more than {buffered}",
+            f"the loader had {format_plural(buffered, 'batch')} ready (workers x prefetch_factor) and the window holds "
+            f"only {format_plural(review.num_steps, 'step')}: record more than {buffered}",
         )
         return
     waits = _after_buffer(review, waits, buffered)
@@ -66,7 +66,7 @@ def check_data_wait(review: Review) -> Iterator[Priced]:
         headroom=headroom,
         withheld="" if headroom is not None else review.unpriced,
         basis=review.basis,
-        advice=advice(_what_to_do(review), "" if _has_workers_enough(review) else "data-wait"),
+        advice=_advice(review),
         evidence=worst(*waits),
     )
     yield Priced(finding=finding, edits=edits)
@@ -125,22 +125,24 @@ def _split(review: Review, waits: Intervals) -> str:
     return f": {', '.join(parts)}" if parts else ""
 
 
-def _has_workers_enough(review: Review) -> bool:
-    """Whether more workers would only share the same CPUs."""
+def _advice(review: Review) -> Advice:
+    """Workers where the CPUs of the recorded process leave room for more, a cheaper sample where they do not."""
     workers, cpus = review.capture.environment.num_workers, review.capture.environment.num_cpus
-    return bool(workers) and cpus is not None and workers is not None and workers >= cpus
-
-
-def _what_to_do(review: Review) -> str:
-    workers = review.capture.environment.num_workers
-    cpus = review.capture.environment.num_cpus
+    cheaper = "make a sample cheaper (decode once, smaller images, fewer copies)"
+    if cpus is not None and workers_for(cpus) == 0:
+        return Advice(text=f"{_may_use(cpus)}, where a worker would only take turns with the loop: {cheaper}")
+    if cpus is not None and workers and workers >= workers_for(cpus, workers):
+        return Advice(text=f"{format_plural(workers, 'worker')}, and {_may_use(cpus)}: {cheaper}")
+    text = "give the loader more workers, or make a sample cheaper"
     if workers == 0:
-        return "the loader works in the training process: give it workers"
-    if _has_workers_enough(review):
-        return (
-            f"{workers} workers share {cpus:g} CPUs: make a sample cheaper (decode once, smaller images, fewer copies)"
-        )
-    return "give the loader more workers, or make a sample cheaper"
+        text = "the loader works in the training process: give it workers"
+    fit = 0 if cpus is None else workers_for(cpus, workers or 0)
+    room = "" if cpus is None else f" ({_may_use(cpus)}: {format_plural(fit, 'worker')} beside the loop)"
+    return Advice(text=f"{text}{room}", lines=loader_lines(cpus, workers or 0))
+
+
+def _may_use(cpus: float) -> str:
+    return f"the process may use {format_plural(cpus, 'CPU')}"
 
 
 def _site(review: Review) -> Site | None:

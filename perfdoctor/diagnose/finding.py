@@ -85,8 +85,9 @@ class Finding:
     headroom: Headroom | None = None  # what comes back; None: withheld, with `withheld` saying why
     withheld: str = ""
     afterwards: str = ""  # what the host did after the sync: its price
-    basis: str = ""  # 'replay of the light recording, 10 steps'
+    basis: str = ""  # 'replay of the CUDA-only recording, 10 steps'
     advice: Advice | None = None
+    part_of: str = ""  # code of the finding at the same line whose edit cures this one too
     treatments: tuple[str, ...] = ()  # names of treatments that cure it
     evidence: tuple[tuple[int, int], ...] = ()  # worst time ranges on the recording's clock, ns
     measured_saving: Saving | None = None  # after a trial

@@ -16,7 +16,7 @@ from perfdoctor.diagnose.tensor_loop import TensorLoop, find_tensor_loops
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Site
 from perfdoctor.record.timeline import SYNCS
-from perfdoctor.units import format_count
+from perfdoctor.units import format_plural
 
 CODE = "gradient-loop"
 # Host time of the multi-tensor form: torch's foreach norm of 1000 tensors took 2.62 ms on an H200's host.
@@ -48,18 +48,18 @@ def _finding(review: Review, motif: tuple[str, ...], site: Site | None, loops: l
     title, tip, key = describe(motif)
     if key == "optimizer-loop":
         site = _built_at(review, site)
-    reads = ", and as many reads" if "read" in motif else ""
+    reads = f" and {format_plural(tensors * motif.count('read'), 'read')}" if "read" in motif else ""
     finding = Finding(
         code=CODE,
         severity=review.severity(headroom),
-        title=f"{title}: {launches} launches for {tensors} tensors{reads}",
+        title=f"{title}: {format_plural(launches, 'launch')}{reads} for {format_plural(tensors, 'tensor')}",
         kind="slow_grad_norm_loop" if key == "norm-loop" else "launch_bound",
         site=site,
         count=review.per_step(len(loops)),
         host_blocked_ns=round(int((ends - starts).sum()) / review.num_steps),
         gpu_idle_ns=review.claim(CODE, intervals.union(starts, ends)),
         headroom=headroom,
-        afterwards=f"{format_count(len(motif))} calls a tensor: {', '.join(dict.fromkeys(motif))}",
+        afterwards=f"{format_plural(len(motif), 'call')} a tensor: {', '.join(dict.fromkeys(motif))}",
         basis=review.basis,
         advice=Advice(text=tip, lines=advice("", key).lines),
         evidence=worst(starts, ends),

@@ -16,7 +16,7 @@ from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Ints
 from perfdoctor.record.sync_kinds import ALLOCATOR, GARBAGE_COLLECTION
 from perfdoctor.record.timeline import step_index
-from perfdoctor.units import format_ms
+from perfdoctor.units import format_ms, format_plural
 
 
 def check_allocator(review: Review) -> Iterator[Priced]:
@@ -91,7 +91,7 @@ def check_garbage_collection(review: Review) -> Iterator[Priced]:
         severity=review.severity(headroom),
         title=(
             f"Python's garbage collector runs inside the steps "
-            f"({oldest} full collections, longest {format_ms(longest)})"
+            f"({format_plural(oldest, 'full collection')}, longest {format_ms(longest)})"
         ),
         kind="python_gc",
         count=review.per_step(len(rows)),

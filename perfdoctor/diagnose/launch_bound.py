@@ -16,7 +16,7 @@ from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.diagnose.runs import runs_of
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Ints, WorkKind
-from perfdoctor.units import format_duration, format_share
+from perfdoctor.units import format_duration, format_plural, format_share
 
 MIN_IDLE_SHARE = 0.10
 SMALL_NS = 5_000
@@ -78,10 +78,11 @@ def check_small_kernels(review: Review) -> Iterator[Priced]:
         return
     edits = Edits(graphed=frozenset(calls.tolist()))
     headroom = review.headroom(edits)
+    launches = format_plural(round(review.per_step(len(calls))), "launch")
     finding = Finding(
         code="small-kernels",
         severity=review.severity(headroom),
-        title=f"{review.per_step(len(calls)):.0f} launches{review.a_step} in long runs of kernels under 5 us",
+        title=f"{launches}{review.a_step} in long runs of kernels under 5 us",
         kind="launch_bound",
         count=review.per_step(len(calls)),
         headroom=headroom,

@@ -17,7 +17,7 @@ from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Capture, Ints
 from perfdoctor.record.intervals import Intervals
 from perfdoctor.record.timeline import StepSpans, Timeline
-from perfdoctor.units import format_share
+from perfdoctor.units import format_plural, format_share
 
 # Recordings came out within 4 % (28 of 29 tried, of NVIDIA and AMD devices); beyond this the model does not fit.
 MAX_REPLAY_ERROR = 0.12
@@ -164,11 +164,9 @@ class Review:
         if not self.has_device:
             return "host recording"
         steps = self.pricing.replay
-        kind = "full" if len(self.capture.ops) else "light"
+        kind = "full" if len(self.capture.ops) else "CUDA-only"
         noun = "turn" if self.steps is not None and self.steps.origin == "repetition" else "step"
-        span = (
-            f"{steps.num_steps} {noun if steps.num_steps == 1 else noun + 's'}" if steps.steady else "the whole window"
-        )
+        span = format_plural(steps.num_steps, noun) if steps.steady else "the whole window"
         return f"replay of the {kind} recording, {span}"
 
     @cached_property

@@ -9,6 +9,7 @@ from perfdoctor.diagnose.finding import Finding, Severity
 from perfdoctor.diagnose.hit_counts import hit_counts
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.units import format_plural
 
 
 def check_anomaly_mode(review: Review) -> Iterator[Priced]:
@@ -55,8 +56,8 @@ def check_debug_switches(review: Review) -> Iterator[Priced]:
     if workers and cpus and workers > cpus:
         yield _switch(
             "too-many-workers",
-            f"{workers} DataLoader workers on {cpus:g} CPUs",
-            f"at most {max(int(cpus) - 1, 1)} workers here; more only take turns",
+            f"{format_plural(workers, 'DataLoader worker')} on {format_plural(cpus, 'CPU')}",
+            f"at most {format_plural(max(int(cpus) - 1, 1), 'worker')} here; more only take turns",
             Severity.INFO,
         )
 

@@ -29,10 +29,10 @@ from perfdoctor.diagnose.ranks import combine_ranks
 from perfdoctor.diagnose.review import Priced, Review, num_missing_kernels
 from perfdoctor.diagnose.switches import check_anomaly_mode, check_debug_switches
 from perfdoctor.diagnose.tensor_loop import MIN_REPEATS
-from perfdoctor.record.capture import Capture, Site
+from perfdoctor.record.capture import Capture, Ints, Site
 from perfdoctor.record.sync_kinds import HOST_SYNC
-from perfdoctor.record.timeline import Timeline
-from perfdoctor.units import format_ms
+from perfdoctor.record.timeline import StepSpans, Timeline
+from perfdoctor.units import format_ms, format_plural
 
 Check = Callable[[Review], Iterator[Priced]]
 
@@ -64,7 +64,8 @@ def diagnose(capture: Capture) -> Diagnosis:
     findings, remarks = with_joint_headroom(review, _without_shadowed(priced))
     if blind:
         findings = [replace(finding, gpu_idle_ns=None) for finding in findings]
-    step = _step_time(review)
+    step, mean_ns = _step_time(review), _mean_step_ns(review)
+    samples = _samples_per_step(review)
     return Diagnosis(
         source=capture.path or capture.source,
         step=step,
@@ -73,9 +74,9 @@ def diagnose(capture: Capture) -> Diagnosis:
         findings=tuple(f for f in findings if f.severity != Severity.MINOR),
         leave_alone=tuple(f for f in findings if f.severity == Severity.MINOR),
         skipped=tuple(Skipped(check=check, why=why) for check, why in review.skipped),
-        steps_per_s=1e9 / step.median_ns if step and step.median_ns and _steps_known(review) else None,
-        samples_per_s=_samples_per_s(review, step),
-        samples_per_step=_samples_per_step(review),
+        steps_per_s=1e9 / mean_ns if mean_ns else None,
+        samples_per_s=samples / mean_ns * 1e9 if mean_ns and samples is not None else None,
+        samples_per_step=samples,
         micro_batches=review.steps.micro_batches or None if review.steps else None,
         environment=capture.environment,
         notes=capture.notes,
@@ -126,11 +127,6 @@ def diagnose_ranks(captures: Sequence[Capture], missing: Mapping[int, str] | Non
     return combine_ranks(captures, [diagnose(capture) for capture in captures], missing)
 
 
-def _steps_known(review: Review) -> bool:
-    bare = review.capture.bare
-    return bool((review.steps is not None and review.steps.known) or (bare is not None and len(bare.step_ns)))
-
-
 def _step_time(review: Review) -> StepTime | None:
     bare, steps = review.capture.bare, review.steps
     if bare is not None and len(bare.step_ns):
@@ -142,28 +138,36 @@ def _step_time(review: Review) -> StepTime | None:
         length = int(steps.window_end_ns[0] - steps.window_start_ns[0])
         basis = "the whole of it: it marks no steps"
         return StepTime(median_ns=length, low_ns=length, high_ns=length, num_steps=0, basis=basis)
+    if steps.origin == "repetition":
+        basis = "turns of the launch sequence, slowed by the recorder: the recording marks no steps"
+        return _quartiles(_recorded_steps(review, steps), basis)
+    return _quartiles(_recorded_steps(review, steps), "recorded steps, slowed by the recorder")
+
+
+def _recorded_steps(review: Review, steps: StepSpans) -> Ints:
+    """How long each recorded step took, without partial ones where there are others. Shape (n,), ns."""
     # Of one or two steps the first device window is cut short: it begins with the first work that was recorded.
     lengths = np.diff(steps.window_end_ns) if len(steps) > 2 else steps.host_end_ns - steps.host_start_ns
     if steps.origin == "repetition":
-        return _quartiles(lengths, "turns of the launch sequence, slowed by the recorder: the recording marks no steps")
+        return lengths
     partial = review.capture.steps.partial[steps.index]
     whole = lengths[partial[-len(lengths) :] == 0]
-    return _quartiles(whole if len(whole) else lengths, "recorded steps, slowed by the recorder")
+    return whole if len(whole) else lengths
+
+
+def _mean_step_ns(review: Review) -> float | None:
+    """What both rates rest on: the mean of the steps whose median `_step_time` gives; None where none is known."""
+    bare, steps = review.capture.bare, review.steps
+    if bare is not None and len(bare.step_ns):
+        return float(bare.step_ns.mean()) or None
+    if steps is None or not steps.known:
+        return None
+    return float(_recorded_steps(review, steps).mean()) or None
 
 
 def _quartiles(lengths: np.ndarray, basis: str) -> StepTime:  # type: ignore[type-arg]
     low, median, high = (int(v) for v in np.percentile(lengths, (25, 50, 75)))
     return StepTime(median_ns=median, low_ns=low, high_ns=high, num_steps=len(lengths), basis=basis)
-
-
-def _samples_per_s(review: Review, step: StepTime | None) -> float | None:
-    bare = review.capture.bare
-    if bare is not None and len(bare.samples) and (bare.samples >= 0).all() and bare.step_ns.sum():
-        return float(bare.samples.sum() / bare.step_ns.sum() * 1e9)
-    steps = review.steps
-    if steps is not None and steps.known and steps.samples >= 0 and step and step.median_ns:
-        return steps.samples / step.median_ns * 1e9
-    return None
 
 
 def _samples_per_step(review: Review) -> float | None:
@@ -237,6 +241,7 @@ def _part_of_loop(priced: Priced) -> Priced:
         priced.finding,
         severity=Severity.INFO,
         afterwards="part of the loop over tensors at this line: its cure takes them",
+        part_of="gradient-loop",
     )
     return replace(priced, finding=finding)
 
@@ -250,7 +255,8 @@ def _remarks(review: Review, accounting: Accounting | None) -> list[str]:
     steps = review.steps
     if steps is not None and steps.origin == "repetition":
         remarks.append(
-            f"The recording marks no steps. Its launches repeat {len(steps)} times; such a turn is taken for a step."
+            "The recording marks no steps. Its launches repeat "
+            f"{format_plural(len(steps), 'time')}; such a turn is taken for a step."
         )
     if steps is not None and not steps.known:
         remarks.append("The recording marks no steps: all figures are for the whole window.")
@@ -261,7 +267,7 @@ def _remarks(review: Review, accounting: Accounting | None) -> list[str]:
     if steps is not None and steps.num_runs > 1:
         remarks.append(
             f"The recording holds {steps.num_runs} runs of steps with pauses between them: the longest is judged, "
-            f"{len(steps)} {'step' if len(steps) == 1 else 'steps'}."
+            f"{format_plural(len(steps), 'step')}."
         )
     bare = review.pricing.bare_step_ns
     if bare and review.replayable and abs(review.pricing.step_ns / bare - 1) > 0.1:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import sys
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Severity
-from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program, output_aside
 from perfdoctor.emulate import EmulatedDevice, emulate_cuda
 from perfdoctor.errors import UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Note, Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, UNSYNCHRONISED_READ, SyncKind
+from perfdoctor.units import format_plural
 from perfdoctor.watch.steps import StepDetector, now
 
 # A line that is seen in at least half of the steps belongs to the step; less often it is a line that logs or evaluates.
@@ -111,15 +111,15 @@ def check_script(
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
     with _hooked_gpu() if on_gpu else _emulated() as (device, heal), _stepping(StepDetector(now, ended)):
-        with contextlib.redirect_stdout(sys.stderr), as_main(program, arguments):
+        with output_aside(), as_main(program, arguments):
             exit_code, _ = execute_program(program)
         log, notes = device.log, device.notes
     if exit_code:
         raise UsageError(f"{target}: the script failed on {name} (exit code {exit_code}; see above)")
     if len(ends) < 2:
         raise UsageError(
-            f"{target}: {len(ends)} optimizer updates seen; at least 2 are needed to tell a step from set-up. "
-            "Let the script run more steps, or use a torch.optim optimizer."
+            f"{target}: {format_plural(len(ends), 'optimizer update')} seen; at least 2 are needed to tell a step from "
+            "set-up. Let the script run more steps, or use a torch.optim optimizer."
         )
     sites = count_sites(log, ends)
     return CheckReport(source=str(target), device=name, num_steps=len(ends) - 1, sites=sites, notes=tuple(notes))
@@ -190,7 +190,7 @@ def count_sites(log: HitLog, ends: Sequence[int]) -> tuple[CheckedSite, ...]:
 def diagnosis_of(report: CheckReport) -> Diagnosis:
     """The report in the form that every renderer takes: sites of the step as findings, occasional ones left alone."""
     return Diagnosis(
-        source=f"{report.source} on {report.device}, {report.num_steps} steps",
+        source=f"{report.source} on {report.device}, {format_plural(report.num_steps, 'step')}",
         step=None,
         accounting=None,
         binding=Binding.UNKNOWN,
@@ -213,7 +213,7 @@ def _finding(site: CheckedSite, report: CheckReport) -> Finding:
         site=site.site,
         count=site.count,
         withheld="a check counts; perfdoctor run on a GPU gives milliseconds",
-        basis=f"counted on {report.device}, {report.num_steps} steps",
+        basis=f"counted on {report.device}, {format_plural(report.num_steps, 'step')}",
         advice=Advice(text=site.meaning.advice),
     )
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from perfdoctor.units import format_plural
+
 if TYPE_CHECKING:
     from perfdoctor.watch.sync_guard import SyncGuard
 
@@ -71,7 +73,7 @@ def _device() -> Any:
 
 
 def _explained(guard: SyncGuard, num_syncs: int, budget: float) -> str:
-    rows = [f"{num_syncs} syncs, {budget:g} allowed:"]
+    rows = [f"{format_plural(num_syncs, 'sync')}, {budget:g} allowed:"]
     for row in guard.sites:
         rows.append(f"  {row.first_step + row.later_steps} x {row}")
         if row.site.text:

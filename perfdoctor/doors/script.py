@@ -6,6 +6,7 @@ import builtins
 import importlib.machinery
 import importlib.util
 import io
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Capture
+from perfdoctor.report.progress import ProgressLine
 from perfdoctor.watch.plan import Plan
 
 _INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
@@ -39,6 +41,7 @@ class ScriptOptions:
     keep_going: bool = False
     hits: HitLog | None = None
     profiled: bool | None = None
+    progress: ProgressLine | None = None  # says how far the phases are
     around: Callable[[Session], AbstractContextManager[Any]] = nullcontext  # entered before the session is
 
 
@@ -64,16 +67,60 @@ def run_script(target: str, arguments: Sequence[str] = (), options: ScriptOption
     options = options or ScriptOptions()
     program = load_program(target, module=options.module)
     session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
-    if not options.keep_going:
-        session.recorder.finished = _stop
+    session.recorder.finished = lambda: _enough(options)
+    if options.progress is not None:
+        session.tell(options.progress)
     with as_main(program, arguments), options.around(session), session:
         session.recorder.batches.patch_loaders()
         exit_code, stopped = execute_program(program)
     return ScriptRun(capture=session.capture, exit_code=exit_code, stopped=stopped)
 
 
-def _stop() -> None:
-    raise ScriptStopped
+def _enough(options: ScriptOptions) -> None:
+    if options.progress is not None:
+        options.progress.close()
+    if not options.keep_going:
+        raise ScriptStopped
+
+
+@contextmanager
+def output_aside() -> Iterator[None]:
+    """Standard output goes to standard error inside: that of Python, of C code and of child processes.
+
+    For a report that must stand alone on standard output. What was written before comes out where it belongs.
+    """
+    before, error = sys.stdout, sys.stderr
+    file = _descriptor(before) if _descriptor(error) is not None else None
+    saved = None
+    _flush(before)
+    try:
+        if file is not None:
+            saved = os.dup(file)
+            os.dup2(error.fileno(), file)
+        sys.stdout = error
+        yield
+    finally:
+        _flush(before)  # the script may hold it under another name, sys.__stdout__
+        if file is not None and saved is not None:
+            os.dup2(saved, file)
+            os.close(saved)
+        sys.stdout = before
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+    """Its file, None where it has none: a closed one, a notebook's, a test's."""
+    try:
+        return None if stream is None else stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+def _flush(stream: TextIO | None) -> None:
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):  # nobody reads it any more
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.doors.rank_gathering import Gathering
 from perfdoctor.errors import SessionError
 from perfdoctor.record.call_site import HitLog
-from perfdoctor.record.capture import Capture
+from perfdoctor.record.capture import Capture, Note
 from perfdoctor.watch.assembly import assemble
-from perfdoctor.watch.plan import Plan
+from perfdoctor.watch.plan import Plan, Stage
 from perfdoctor.watch.recorder import Recorder
 
 if TYPE_CHECKING:
     from perfdoctor.doors.trial import LiveTrial
     from perfdoctor.report.page import Report
+    from perfdoctor.report.progress import ProgressLine
 
 T = TypeVar("T")
+
+_EMULATED = Note(
+    code=EMULATED,
+    text="the loop ran on an emulated CUDA device. Lines and counts are those of a GPU, times are those of the CPU.",
+)
+
+_PHASES = {
+    Stage.WARMUP: "warm-up",
+    Stage.BARE: "bare steps",
+    Stage.SITES: "steps with call-site hooks",
+    Stage.LIGHT: "a CUDA-only recording",
+    Stage.FULL: "a full recording",
+    Stage.DONE: "the last step",
+}
 
 _running: Session | None = None
 _lock = threading.Lock()
@@ -76,6 +93,12 @@ def running() -> Session | None:
     return _running
 
 
+def recording_of(recorder: Recorder) -> Capture:
+    """What was recorded, with a note where the device was emulated. Waits for the device."""
+    capture = assemble(recorder)
+    return replace(capture, notes=(_EMULATED, *capture.notes)) if recorder.emulated else capture
+
+
 class Session:
     """One watched loop. `capture` and `diagnosis()` are there once the `with` block is left, by whatever way."""
 
@@ -86,6 +109,7 @@ class Session:
         self._capture: Capture | None = None
         self._live: LiveTrial | None = None
         self.gathering: Gathering | None = None  # with the other ranks, where they watch themselves too
+        self.progress: ProgressLine | None = None
         self._entered = False
         self._recording = False  # from the start of the block on, unless other ranks were chosen to record
 
@@ -112,6 +136,18 @@ class Session:
     ) -> None:
         self._release()
 
+    def tell(self, progress: ProgressLine) -> None:
+        """Say on `progress` how far the phases are, between two steps: a look at the clock a step, a line a second."""
+        self.progress = progress
+        self.recorder.step_closed = lambda: progress.show(self._how_far)
+
+    def _how_far(self) -> str:
+        recorder = self.recorder
+        stages = recorder.stages
+        number = stages.index(recorder.stage) + 1 if recorder.stage in stages else len(stages)
+        step, steps = len(recorder.rows) + 1, max(recorder.plan.total(stages), len(recorder.rows) + 1)
+        return f"watching, {_PHASES[recorder.stage]} (phase {number} of {len(stages)}), step {step} of about {steps}"
+
     def _release(self) -> None:
         global _running
         try:
@@ -128,6 +164,8 @@ class Session:
             with _lock:
                 if _running is self:
                     _running = None
+            if self.progress is not None:
+                self.progress.close()
             if self.gathering is not None:
                 self.gathering.hand_in(self.assembled)
 
@@ -178,7 +216,7 @@ class Session:
     def assembled(self) -> Capture:
         """The recording once every phase is over. Waits for the device."""
         if self._capture is None:
-            self._capture = assemble(self.recorder)
+            self._capture = recording_of(self.recorder)
         return self._capture
 
     def trial(self, *, steps: int = 100_000, seconds: float = 120.0, suspects: int = 6, model: Any = None) -> LiveTrial:

@@ -1,30 +1,39 @@
 """`perfdoctor trial --treat`: treatments on trial in an unmodified script, in a throw-away run.
 
 The script is watched first, so that the treatments of what was found come first. One that dies while a treatment is on
-(out of memory, say) is that treatment's Verdict; the script is run again for the treatments that are left.
+(out of memory, say) is that treatment's Verdict; the script is run again for the treatments that are left. What cannot
+be judged in one process is judged in several, the script run from its start in each (process_rounds.py).
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script_errors import caught_errors
 from perfdoctor.doors.session import Session
-from perfdoctor.doors.trial import files_of
-from perfdoctor.errors import SessionError, TrialRefused
+from perfdoctor.doors.treatment_processes import TreatmentProcesses
+from perfdoctor.doors.trial import files_of, refuse_ranks
+from perfdoctor.errors import SessionError
 from perfdoctor.record.call_site import HitLog
+from perfdoctor.report.progress import ProgressLine
 from perfdoctor.treat.cures import treatments_for
 from perfdoctor.treat.switches import TREATMENTS, treatment
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.live_loop import LiveLoop
+from perfdoctor.trial.live_obstacles import kept_state, undecided
+from perfdoctor.trial.process_rounds import Candidate, ProcessRounds
+from perfdoctor.trial.process_run import ProcessOrder
 from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
 from perfdoctor.trial.verdict import Verdict, untried
@@ -35,6 +44,7 @@ from perfdoctor.watch.steps import StepDetector
 _MOST_RUNS = 4
 # Compiles for minutes: only where it is asked for.
 _DEAR = "compile_max_autotune"
+_ONE_OF_THEM = "one of them cannot be switched in a running process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +57,7 @@ class TreatmentOptions:
     active: int = 10
     limits: TreatmentLimits = field(default_factory=TreatmentLimits)
     hits: HitLog | None = None
+    progress: ProgressLine | None = None  # says how far the phases and the trial are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,33 +80,114 @@ def try_treatments(
         TrialRefused: several ranks, which could not agree on what to switch when.
     """
     options = options or TreatmentOptions()
-    left = [treatment(name) for name in options.names] or [each for each in TREATMENTS if each.name != _DEAR]
-    until = time.perf_counter() + options.limits.seconds
-    verdicts: list[Verdict] = []
-    notes: list[str] = []
-    diagnosis: Diagnosis | None = None
-    for _ in range(_MOST_RUNS):
-        seconds = max(until - time.perf_counter(), 1.0)
-        run = _Run(replace(options, limits=replace(options.limits, seconds=seconds)), left, verdicts, diagnosis)
-        run.execute(target, arguments)
-        found, diagnosis = run.verdicts, run.diagnosis
-        notes += run.notes
-        del run  # and with it all that is left of the script: the next run needs the memory
-        _free()
-        verdicts += found
-        tried = {verdict.treatment for verdict in verdicts}
-        left = [each for each in left if each.name not in tried]
-        if not left or not found:
-            break
-    if not verdicts or diagnosis is None:
-        raise SessionError(
-            f"{target} ended before a treatment was tried: it needs some 50 steps to be watched and some hundred more"
+    refuse_ranks()  # before anything runs, where torchrun started us
+    search = _Search(target, tuple(arguments), options)
+    search.try_live()
+    search.try_processes()
+    return search.result()
+
+
+class _Search:
+    """The way through the treatments: blocks in one process first, then processes, then what there is to say."""
+
+    def __init__(self, target: str, arguments: tuple[str, ...], options: TreatmentOptions) -> None:
+        self._target = target
+        self._arguments = arguments
+        self._options = options
+        self._left = [treatment(name) for name in options.names] or [each for each in TREATMENTS if each.name != _DEAR]
+        self._until = time.perf_counter() + options.limits.seconds
+        self._verdicts: list[Verdict] = []
+        self._deferred: dict[str, str] = {}  # treatment -> why it is tried in processes
+        self._notes: list[str] = []
+        self._diagnosis: Diagnosis | None = None
+        self._environment = dict(os.environ)  # of now: the script and torch's compiler add to it as they run
+
+    def try_live(self) -> None:
+        """Run the script, again where it dies of a treatment, until each treatment is judged or deferred."""
+        for _ in range(_MOST_RUNS):
+            seconds = max(self._until - time.perf_counter(), 1.0)
+            options = replace(self._options, limits=replace(self._options.limits, seconds=seconds))
+            run = _Run(options, self._left, self._verdicts, self._diagnosis)
+            run.execute(self._target, self._arguments)
+            found, deferred, self._diagnosis = run.verdicts, run.deferred, run.diagnosis
+            self._notes += run.notes
+            del run  # and with it all that is left of the script: the next run needs the memory
+            _free()
+            self._verdicts += found
+            self._deferred.update((each.name, why) for each, why in deferred)
+            tried = {verdict.treatment for verdict in self._verdicts} | set(self._deferred)
+            self._left = [each for each in self._left if each.name not in tried]
+            if not self._left or not (found or deferred):
+                break
+        if self._diagnosis is None or not (self._verdicts or self._deferred):
+            raise SessionError(
+                f"{self._target} ended before a treatment was tried: it needs some 50 steps to be watched and some "
+                "hundred more"
+            )
+
+    def try_processes(self) -> None:
+        """Those deferred, and those on which one process gave no verdict, in processes; then the best together."""
+        unsure = {v.treatment: (v, why) for v in self._verdicts if (why := undecided(v)) and " + " not in v.treatment}
+        reasons = self._deferred | {name: why for name, (_, why) in unsure.items()}
+        if not reasons:
+            return
+        order = ProcessOrder(
+            target=self._target,
+            arguments=self._arguments,
+            module=self._options.module,
+            emulated=self._options.hits is not None,
         )
-    verdicts += [untried(each.name, "the script ended first; let it run longer") for each in left]
-    if not options.names:
-        verdicts.append(untried(_DEAR, f"it compiles for minutes; ask for it by name: --treat={_DEAR}"))
-    found_at = replace(diagnosis, source=target)
-    return TreatedScript(verdicts=tuple(verdicts), diagnosis=found_at, notes=tuple(dict.fromkeys(notes)))
+        with TreatmentProcesses(order, self._environment, lambda: self._until - time.perf_counter()) as processes:
+            rounds = ProcessRounds(processes.run, until=self._until, most_rounds=self._options.limits.rounds)
+            found = rounds.judge([Candidate(treatments=(treatment(name),), why=why) for name, why in reasons.items()])
+            self._take(found, {name: verdict for name, (verdict, _) in unsure.items()})
+            best = self._best_of_both({verdict.treatment for verdict in found})
+            if best:
+                self._verdicts += rounds.judge([Candidate(treatments=best, why=_ONE_OF_THEM)])
+        self._notes += [*rounds.notes, *_told(rounds.num_processes)]
+
+    def _take(self, found: Sequence[Verdict], before: dict[str, Verdict]) -> None:
+        """Verdicts of processes in place of those of one process, unless the processes gave none."""
+        for verdict in found:
+            earlier = before.get(verdict.treatment)
+            if earlier is None:
+                self._verdicts.append(verdict)
+                continue
+            reached = verdict.saving is not None or not verdict.reason.startswith("not tried")
+            reason = f"{earlier.reason}; in processes of its own {verdict.reason}"
+            self._verdicts[self._verdicts.index(earlier)] = verdict if reached else replace(earlier, reason=reason)
+
+    def _best_of_both(self, in_processes: set[str]) -> tuple[Treatment, ...]:
+        """The accepted ones, by what they save, where one process was not enough to try them together."""
+        single = [v for v in self._verdicts if v.accepted and v.saving is not None and " + " not in v.treatment]
+        accepted = sorted(single, key=lambda v: -(v.saving.mid_ns if v.saving else 0.0))
+        if len(accepted) < 2 or not any(v.treatment in in_processes for v in accepted):
+            return ()
+        names = [v.treatment for v in accepted]
+        compiled = [name for name in names if name.startswith("compile")]
+        return tuple(treatment(name) for name in names if name not in compiled[1:])
+
+    def result(self) -> TreatedScript:
+        """What came of all."""
+        assert self._diagnosis is not None
+        verdicts = self._verdicts + [
+            untried(each.name, "the script ended first; let it run longer") for each in self._left
+        ]
+        if not self._options.names:
+            script = shlex.join((*["-m"] * self._options.module, self._target, *self._arguments))
+            ask = f"it compiles for minutes; ask for it by name: perfdoctor trial --treat={_DEAR} {script}"
+            verdicts.append(untried(_DEAR, ask))
+        found_at = replace(self._diagnosis, source=self._target)
+        return TreatedScript(verdicts=tuple(verdicts), diagnosis=found_at, notes=tuple(dict.fromkeys(self._notes)))
+
+
+def _told(num_processes: int) -> list[str]:
+    if not num_processes:
+        return []
+    return [
+        f"{num_processes} process{'es' * (num_processes > 1)} ran the script from its start, seeded alike, as it is "
+        "and treated in turn; each was stopped after its timed steps, what it wrote thrown away"
+    ]
 
 
 class _Run:
@@ -122,6 +214,10 @@ class _Run:
         return [] if self._trial is None else self._trial.verdicts
 
     @property
+    def deferred(self) -> list[tuple[Treatment, str]]:
+        return [] if self._trial is None else self._trial.deferred
+
+    @property
     def notes(self) -> list[str]:
         return files_of(self._box)
 
@@ -131,7 +227,7 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(self._box)
             stack.enter_context(as_main(program, arguments))
-            errors = stack.enter_context(_caught())
+            errors = stack.enter_context(caught_errors())
             stack.callback(self._live.remove)
             self._live.prepare()
             self._detect(stack)
@@ -153,6 +249,8 @@ class _Run:
             return
         plan = Plan(warmup=self._options.warmup, active=self._options.active)
         session = Session(plan, hits=self._options.hits)
+        if self._options.progress is not None:
+            session.tell(self._options.progress)
         session.recorder.following = self._step
         session.recorder.finished = lambda: self._watched(session)
         stack.enter_context(session)
@@ -161,7 +259,7 @@ class _Run:
     def _watched(self, session: Session) -> None:
         """The phases are over: what was found says what to try first."""
         try:
-            _refuse_ranks()
+            refuse_ranks()
             self.diagnosis = diagnose(session.assembled())
             self._begin()
         except Exception as error:  # raised by execute(), once the script is stopped
@@ -174,11 +272,20 @@ class _Run:
         by_name = {each.name: each for each in TREATMENTS}
         earlier = [(by_name[v.treatment], v) for v in self._earlier if v.treatment in by_name]
         self._live.install()
-        self._trial = TreatmentsTrial(chosen, self._live, limits=self._options.limits, earlier=earlier, ended=_stop)
+        self._trial = TreatmentsTrial(
+            chosen,
+            self._live,
+            limits=self._options.limits,
+            earlier=earlier,
+            ended=_stop,
+            elsewhere=kept_state,
+        )
 
     def _step(self, stamp: Any) -> None:
         if self._trial is not None:
             self._trial.step_ended(stamp)
+            if self._options.progress is not None:
+                self._options.progress.show(self._trial.how_far)
 
     def _close(self) -> None:
         if self._trial is not None:
@@ -197,15 +304,6 @@ def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Trea
     return sorted(treatments, key=place)
 
 
-def _refuse_ranks() -> None:
-    distributed: Any = sys.modules["torch"].distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise TrialRefused(
-            f"this loop runs on {distributed.get_world_size()} ranks, which could not agree on what to switch when: "
-            "try treatments on one rank"
-        )
-
-
 def _free() -> None:
     """Give back what the script's objects held: the next run needs it."""
     gc.collect()
@@ -216,21 +314,3 @@ def _free() -> None:
 
 def _stop() -> None:
     raise ScriptStopped
-
-
-@contextmanager
-def _caught() -> Iterator[list[BaseException]]:
-    """What the script died of; it is printed as ever."""
-    errors: list[BaseException] = []
-    before: Callable[..., Any] = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        errors.append(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook
-    try:
-        yield errors
-    finally:
-        if sys.excepthook is hook:
-            sys.excepthook = before

@@ -1,7 +1,8 @@
 """A Comparison as text, as JSON, and as GitHub's workflow commands. Pure: Comparison -> str.
 
-The JSON's keys at the top: schema_version (1), change ('faster', 'slower', 'no difference'), difference_ms (after less
-before) with low_ms, high_ms, ratio (of the step before) and rule; before and after (path, median_ms, low_ms, high_ms,
+The JSON's keys at the top: schema_version (1), change ('faster', 'slower', 'no difference', 'not comparable'),
+incomparable (why not, or null), difference_ms (after less before) with low_ms, high_ms, ratio (of the step before; all
+null where not comparable) and rule; before and after (path, median_ms, low_ms, high_ms,
 num_steps, basis, samples_per_s); prediction (predicted_ms, counterfactual_ms, measured_ms, error_ratio of the step
 before; null where nothing that was priced is gone); findings (gone, new, kept); warnings.
 """
@@ -14,7 +15,7 @@ from typing import Any
 from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.trial.compared_run import ComparedRun, FindingRow
 from perfdoctor.trial.comparison import Change, Comparison
-from perfdoctor.units import format_ms, format_ratio_change, format_spread, ms
+from perfdoctor.units import format_ms, format_plural, format_ratio_change, format_spread, ms
 
 SCHEMA_VERSION = 1
 WIDTH = 96
@@ -30,12 +31,15 @@ def render_comparison_text(comparison: Comparison) -> str:
     lines += [(), *_findings(comparison)]
     if scored := prediction(comparison):
         lines += [(), *wrapped(scored, WIDTH, label="prediction", indent=_LABEL)]
-    lines += [(), *wrapped(f"Interval: {comparison.rule}.", WIDTH)]
+    if not comparison.incomparable:
+        lines += [(), *wrapped(f"Interval: {comparison.rule}.", WIDTH)]
     return plain(lines)
 
 
 def sentence(comparison: Comparison) -> str:
-    """The answer: faster, slower or no difference, by how much, within what."""
+    """The answer: faster, slower or no difference, by how much, within what; or why there is none."""
+    if comparison.incomparable:
+        return f"Step times cannot be compared: {comparison.incomparable}."
     interval = f"{_signed(comparison.low_ns)} to {_signed(comparison.high_ns)}"
     steps = f"{format_ms(comparison.before.median_ns)} -> {format_ms(comparison.after.median_ns)} a step"
     if comparison.change is Change.NONE:
@@ -48,7 +52,7 @@ def sentence(comparison: Comparison) -> str:
 
 def prediction(comparison: Comparison) -> str:
     """What the findings that are gone were said to give back, beside what came; '' where none is gone."""
-    if not comparison.gone:
+    if not comparison.gone or comparison.incomparable:
         return ""
     measured = (
         f"measured {_signed(-comparison.difference_ns)} "
@@ -56,11 +60,12 @@ def prediction(comparison: Comparison) -> str:
     )
     said = [] if comparison.predicted_ns is None else [f"headroom {format_ms(comparison.predicted_ns)}"]
     if comparison.counterfactual_ns is not None:
-        said.append(f"counterfactual {format_ms(comparison.counterfactual_ns)}")
+        together = " together" if comparison.tried_together else ""
+        said.append(f"counterfactual{together} {format_ms(comparison.counterfactual_ns)}")
     if not said:
         return f"what is gone had not been priced; {measured}"
     error = _error_ratio(comparison)
-    several = ", each alone" if len(comparison.gone) > 1 else ""
+    several = ", each alone" if len(comparison.gone) > 1 and not comparison.tried_together else ""
     off = "" if error is None else f"; off by {format_ratio_change(error)} of the step"
     return f"{', '.join(said)}{several}; {measured}{off}"
 
@@ -76,7 +81,8 @@ def _runs(comparison: Comparison) -> list[Line]:
     for label, run in (("before", comparison.before), ("after", comparison.after)):
         rate = "" if run.samples_per_s is None else f", {run.samples_per_s:,.0f} samples/s"
         spread = format_spread(run.low_ns, run.high_ns)
-        text = f"{format_ms(run.median_ns)} ({spread}), {run.num_steps} steps ({run.basis}){rate}: {run.path}"
+        steps = format_plural(run.num_steps, "step")
+        text = f"{format_ms(run.median_ns)} ({spread}), {steps} ({run.basis}){rate}: {run.path}"
         lines += wrapped(text, WIDTH, label=label, indent=_LABEL)
     return lines
 
@@ -92,7 +98,7 @@ def _findings(comparison: Comparison) -> list[Line]:
         lines += wrapped(text, WIDTH, label="moved", indent=_LABEL)
     stayed = len(comparison.kept) - len(moved)
     if stayed:
-        lines += wrapped(f"{stayed} finding{'s' * (stayed > 1)} as before", WIDTH, label="same", indent=_LABEL)
+        lines += wrapped(f"{format_plural(stayed, 'finding')} as before", WIDTH, label="same", indent=_LABEL)
     return lines or wrapped("No findings in either.", WIDTH)
 
 
@@ -107,6 +113,7 @@ def _signed(ns: float) -> str:
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
     """The comparison as plain dicts and lists."""
+    known = not comparison.incomparable
     said = {
         "predicted_ms": _optional(comparison.predicted_ns),
         "counterfactual_ms": _optional(comparison.counterfactual_ns),
@@ -118,14 +125,15 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "change": comparison.change.value,
-        "difference_ms": ms(comparison.difference_ns),
-        "low_ms": ms(comparison.low_ns),
-        "high_ms": ms(comparison.high_ns),
-        "ratio": round(comparison.ratio, 4),
+        "incomparable": comparison.incomparable or None,
+        "difference_ms": ms(comparison.difference_ns) if known else None,
+        "low_ms": ms(comparison.low_ns) if known else None,
+        "high_ms": ms(comparison.high_ns) if known else None,
+        "ratio": round(comparison.ratio, 4) if known else None,
         "rule": comparison.rule,
         "before": _run(comparison.before),
         "after": _run(comparison.after),
-        "prediction": said if comparison.gone and error is not None else None,
+        "prediction": said if known and comparison.gone and error is not None else None,
         "findings": {
             "gone": [_row(row) for row in comparison.gone],
             "new": [_row(row) for row in comparison.new],
@@ -145,7 +153,7 @@ def render_comparison_json(comparison: Comparison) -> str:
 
 def render_comparison_github(comparison: Comparison) -> str:
     """One workflow command for the answer, one for each warning."""
-    level = "warning" if comparison.change is Change.SLOWER else "notice"
+    level = "warning" if comparison.change in (Change.SLOWER, Change.UNKNOWN) else "notice"
     lines = [(level, sentence(comparison)), *(("warning", text) for text in comparison.warnings)]
     return "".join(f"::{level} title=perfdoctor compare::{_escaped(text)}\n" for level, text in lines)
 

@@ -17,7 +17,7 @@ from perfdoctor.report.style import (
     OTHER_COLOUR,
     idle_colour,
 )
-from perfdoctor.units import format_ms, format_share
+from perfdoctor.units import format_ms, format_plural, format_share
 
 NUM_PROMINENT = 3
 _BUSY_COLOURS = {
@@ -72,8 +72,8 @@ def _head(diagnosis: Diagnosis) -> str:
     if ratio is not None:
         figures.append((format_share(ratio), "GPU busy", phrases.BUSY_CAVEAT))
     if rates := phrases.rates(diagnosis):
-        first, _, rest = rates.partition(", ")
-        figures.append((first, "throughput", rest))
+        first = rates.partition(",")[0].partition(" (")[0]
+        figures.append((first, "throughput", rates))
     if memory := phrases.memory(diagnosis.environment):
         figures.append((memory.removeprefix("peak ").partition(" of ")[0], "peak memory", memory))
     cells = "".join(
@@ -128,17 +128,16 @@ def _legend(rows: Sequence[tuple[Share, str]], window_ns: int) -> str:
 def _findings(diagnosis: Diagnosis, root: str) -> str:
     if not diagnosis.findings:
         return ""
-    cards = "".join(_card(i, f, diagnosis, root) for i, f in enumerate(diagnosis.findings[:NUM_PROMINENT], 1))
-    rest = "".join(
-        _card(i, f, diagnosis, root) for i, f in enumerate(diagnosis.findings[NUM_PROMINENT:], NUM_PROMINENT + 1)
-    )
-    more = len(diagnosis.findings) - NUM_PROMINENT
+    groups = phrases.grouped(diagnosis.findings)
+    all_cards = [_card(i, f, with_it, diagnosis, root) for i, (f, with_it) in enumerate(groups, 1)]
+    cards, rest = "".join(all_cards[:NUM_PROMINENT]), "".join(all_cards[NUM_PROMINENT:])
+    more = len(groups) - NUM_PROMINENT
     return f"<h2>What to change</h2>{cards}" + (
-        f"<details><summary>{phrases.plural(more, 'more finding')}</summary>{rest}</details>" if rest else ""
+        f"<details><summary>{format_plural(more, 'more finding')}</summary>{rest}</details>" if rest else ""
     )
 
 
-def _card(number: int, finding: Finding, diagnosis: Diagnosis, root: str) -> str:
+def _card(number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: Diagnosis, root: str) -> str:
     often = phrases.how_often(finding, diagnosis.step)
     title = phrases.what(finding) + (f" ({often})" if often else "")
     text = finding.site.text.strip() if finding.site is not None else ""
@@ -146,6 +145,7 @@ def _card(number: int, finding: Finding, diagnosis: Diagnosis, root: str) -> str
         ("comes back", phrases.cost(finding, diagnosis.step)),
         ("in all" if phrases.is_window(diagnosis.step) else "in the step", phrases.waits(finding)),
         (phrases.afterwards_label(finding), finding.afterwards),
+        *(("cured with it", phrases.beside(other, diagnosis.step)) for other in with_it),
         ("do", finding.advice.text if finding.advice is not None else ""),
     )
     table = "".join(f"<dt>{label}</dt><dd>{escape(value)}</dd>" for label, value in rows if value)

@@ -13,6 +13,7 @@ what was not measured is null, never 0. The keys at the top:
                     site (file, line, function, owner, text, exact, library, caller) or null, count,
                     count_per_micro_batch, host_blocked_ms, gpu_idle_ms, headroom (low_ms, mid_ms, high_ms) or null with
                     the reason in `withheld`, headroom_ratio (of the step), hours_per_day, afterwards, basis,
+                    part_of (code of the finding at the same line whose edit cures this one too; '' else),
                     advice (text, lines), treatments, evidence_ms ([start, end] on the recording's clock),
                     measured_saving (mid_ms, low_ms, high_ms: its 95 % interval, significant, basis) or null
     leave_alone     findings under 1 % of the step, in the same form
@@ -129,6 +130,7 @@ def _finding(finding: Finding, step: StepTime | None) -> dict[str, Any]:
         "withheld": finding.withheld,
         "afterwards": finding.afterwards,
         "basis": finding.basis,
+        "part_of": finding.part_of,
         "advice": None if advice is None else {"text": advice.text, "lines": list(advice.lines)},
         "treatments": list(finding.treatments),
         "evidence_ms": [[ms(start), ms(end)] for start, end in finding.evidence],

@@ -6,7 +6,7 @@ advice, the rest in two lines), what to leave alone, where the step goes, what c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from perfdoctor.diagnose.finding import Diagnosis, Finding, Severity
 from perfdoctor.report import phrases
@@ -19,15 +19,17 @@ NUM_PROMINENT = 3
 _INDENT = 3
 _LABEL = 16
 _BAR = 32
+_Numbered = tuple[int, tuple[Finding, tuple[Finding, ...]]]  # a finding, and those that its edit cures too
 
 
 def render_text(diagnosis: Diagnosis, *, width: int = WIDTH, colour: bool = False, root: str = "") -> str:
     """The page, ending in a newline. Paths below `root` are given relative to it."""
     width = min(max(width, 60), 120)
+    groups = list(enumerate(phrases.grouped(diagnosis.findings), 1))
     blocks = [
         _head(diagnosis, width),
-        *(_prominent(i, f, diagnosis, width, root) for i, f in enumerate(diagnosis.findings[:NUM_PROMINENT], 1)),
-        _others(diagnosis, width, root),
+        *(_prominent(i, f, with_it, diagnosis, width, root) for i, (f, with_it) in groups[:NUM_PROMINENT]),
+        _others(groups[NUM_PROMINENT:], diagnosis, width, root),
         _leave_alone(diagnosis, width, root),
         _ranks(diagnosis, width),
         _where_it_goes(diagnosis, width),
@@ -70,7 +72,9 @@ def _figures(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return rows
 
 
-def _prominent(number: int, finding: Finding, diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
+def _prominent(
+    number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: Diagnosis, width: int, root: str
+) -> list[Line]:
     rows = _site_lines(number, finding, width, root)
     often = phrases.how_often(finding, diagnosis.step)
     title = phrases.what(finding) + (f" ({often})" if often else "")
@@ -81,11 +85,14 @@ def _prominent(number: int, finding: Finding, diagnosis: Diagnosis, width: int, 
         rows += _row("comes back", phrases.cost(finding, diagnosis.step), width, "cost")
     rows += _row("in all" if phrases.is_window(diagnosis.step) else "in the step", phrases.waits(finding), width)
     rows += _row(phrases.afterwards_label(finding), finding.afterwards, width)
+    for other in with_it:
+        rows += _row("cured with it", phrases.beside(other, diagnosis.step), width)
     if finding.advice is not None:
         rows += _row("do", finding.advice.text, width)
         rows += [((" " * (_INDENT + _LABEL) + "  ", ""), (line, "code")) for line in finding.advice.lines]
     tried = ",".join(finding.treatments)
-    rows += _row("try", f"perfdoctor trial --treat={tried}" if tried else "", width)
+    script = diagnosis.source if diagnosis.source.endswith(".py") else "SCRIPT.py"
+    rows += _row("try", f"perfdoctor trial --treat={tried} {script}" if tried else "", width)
     rows += _row("basis", finding.basis, width, "faint")
     return rows
 
@@ -110,9 +117,9 @@ def _site_lines(number: int, finding: Finding, width: int, root: str) -> list[Li
     return [lead, ((" " * _INDENT, ""), (cut(text, width - _INDENT), "code"))]
 
 
-def _others(diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
+def _others(groups: Iterable[_Numbered], diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
     rows: list[Line] = []
-    for number, finding in enumerate(diagnosis.findings[NUM_PROMINENT:], NUM_PROMINENT + 1):
+    for number, (finding, with_it) in groups:
         rows += _site_lines(number, finding, width, root)
         parts = (
             phrases.what(finding),
@@ -120,6 +127,8 @@ def _others(diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
             phrases.short_cost(finding, diagnosis.step),
         )
         rows += _row("", "; ".join(part for part in parts if part), width)
+        for other in with_it:
+            rows += _row("", f"cured with it: {phrases.beside(other, diagnosis.step)}", width)
         if finding.advice is not None:
             rows += wrapped(finding.advice.text, width, label="   do:", indent=_INDENT + 4, style="faint")
     return rows

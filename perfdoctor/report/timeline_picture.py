@@ -33,7 +33,7 @@ from perfdoctor.report.style import (
     WAIT_COLOUR,
     idle_colour,
 )
-from perfdoctor.units import format_ms, format_share
+from perfdoctor.units import format_ms, format_plural, format_share
 
 WIDTH = 1280
 _LEFT, _RIGHT, _TOP = 210, 24, 64
@@ -172,9 +172,8 @@ class _Page:
             for kind, (name, colour) in enumerate(_KERNELS):
                 self.bars(_spans(work, inside & (work.stream == stream) & (kinds == kind)), y, _ROW, colour, name)
         if len(order) > _MOST_STREAMS:
-            self.shapes.append(
-                Label(x=_LEFT, y=self.y + 2, text=f"and {len(order) - _MOST_STREAMS} more streams", opacity=0.65)
-            )
+            more = f"and {format_plural(len(order) - _MOST_STREAMS, 'more stream')}"
+            self.shapes.append(Label(x=_LEFT, y=self.y + 2, text=more, opacity=0.65))
             self.y += 14
 
     def idle(self) -> None:
@@ -208,12 +207,12 @@ class _Page:
             place = _place(group)
             number = int((~np.isin(rows, group.copies)).sum()) or len(rows)  # a copy and its sync are one wait
             y = self.lane(place, 18, f"{number} x")
-            title = f"{place}: {_phrase(group)}, {number} times, {waited}"
+            title = f"{place}: {_phrase(group)}, {format_plural(number, 'time')}, {waited}"
             self.bars(spans, y, 18, WAIT_COLOUR, title)
             self._led_down(spans, lanes_end)
             self._remark(spans, y, f"{_phrase(group)}, {waited}")
         if len(shown) > _MOST_SITES:
-            more = f"and {len(shown) - _MOST_SITES} more lines where the host waits"
+            more = f"and {format_plural(len(shown) - _MOST_SITES, 'more line')} where the host waits"
             self.shapes.append(Label(x=_LEFT, y=self.y + 4, text=more, opacity=0.65))
             self.y += 16
 

@@ -8,13 +8,14 @@ from dataclasses import fields
 from typing import Any, Self
 
 from perfdoctor.diagnose.finding import Finding, Saving
+from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.report import phrases
 from perfdoctor.report.json import as_document, saving_document, site_document
 from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text
 from perfdoctor.trial.estimate import FEWEST_PAIRS, LARGE_CLAIM
 from perfdoctor.trial.outcome import JOINT, ArmResult, TrialOutcome
-from perfdoctor.units import format_ms, format_share, format_spread, ms
+from perfdoctor.units import format_ms, format_plural, format_share, format_spread, ms
 
 _INDENT = 3
 
@@ -91,8 +92,9 @@ def saving_text(saving: Saving, base_ns: int) -> str:
 def _head(outcome: TrialOutcome, width: int) -> list[Line]:
     base = f"{format_ms(outcome.base_ns)} a step with nothing taken out" if outcome.base_ns else "no block was measured"
     text = (
-        f"Trial of {outcome.diagnosis.source}: {base}; {outcome.num_steps} steps, {outcome.rounds} rounds of blocks of "
-        f"{outcome.counted} steps, 95 % intervals"
+        f"Trial of {outcome.diagnosis.source}: {base}; {format_plural(outcome.num_steps, 'step')}, "
+        f"{format_plural(outcome.rounds, 'round')} of blocks of {format_plural(outcome.counted, 'step')}, "
+        "95 % intervals"
     )
     return wrapped(text, width, style="strong")
 
@@ -142,14 +144,21 @@ def _predicted(arm: ArmResult, width: int) -> list[Line]:
 
 def _notes(outcome: TrialOutcome, width: int) -> list[Line]:
     rows: list[Line] = []
-    notes = list(outcome.notes)
+    notes = [*_emulated(outcome), *outcome.notes]
     if outcome.left_out:
-        notes.append(f"{outcome.left_out} more findings were not tried (--suspects raises the number)")
+        were = "was" if outcome.left_out == 1 else "were"
+        more = format_plural(outcome.left_out, "more finding")
+        notes.append(f"{more} {were} not tried (--suspects raises the number)")
     if notes:
         rows.append(())
     for note in notes:
         rows += wrapped(note, width, label="Note", indent=6)
     return rows
+
+
+def _emulated(outcome: TrialOutcome) -> list[str]:
+    """That the times above are no GPU's: before the other notes, not only on the page of the diagnosis below."""
+    return [phrases.note(note) for note in outcome.diagnosis.notes if note.code == EMULATED]
 
 
 def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:

@@ -9,9 +9,12 @@ The JSON (`verdicts_schema.json`) has the keys
                     difference, repeat, num_losses), before, after (median_ms, low_ms, high_ms: quartiles of blocks),
                     speed_up (mid, low, high: 95 % interval), saving (mid_ms, low_ms, high_ms, num_pairs),
                     peak_memory_before_bytes, peak_memory_after_bytes, lines, cures. null where not measured.
+                    num_processes: that ran the script from its start for it, 0 where blocks of steps in one process
+                    sufficed; why_processes: why they did not.
                     cures: the findings that it is for, with what replay had predicted (predicted_ms).
     best            the name of the verdict to keep, or null
     lines           what to write for it
+    again           the command that goes on with what the time did not suffice for, or null
     notes           what a reader must know: files that were thrown away, an emulated device
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from statistics import median
@@ -32,10 +35,19 @@ from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.report.text import WIDTH
 from perfdoctor.treat.cures import treatments_for
 from perfdoctor.trial.verdict import Parity, SpeedUp, Verdict
-from perfdoctor.units import format_bytes, format_ms, format_ratio_change, format_spread, format_times, ms
+from perfdoctor.units import (
+    format_bytes,
+    format_ms,
+    format_plural,
+    format_ratio_change,
+    format_spread,
+    format_times,
+    ms,
+)
 from perfdoctor.version import VERSION
 
 SCHEMA_VERSION = 1
+Again = Callable[[Sequence[str]], str]
 _INDENT = 3
 _LABELS = 18
 
@@ -51,9 +63,15 @@ def best_of(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 
 def render_verdicts(
-    verdicts: Sequence[Verdict], diagnosis: Diagnosis, *, width: int = WIDTH, root: str = "", notes: Sequence[str] = ()
+    verdicts: Sequence[Verdict],
+    diagnosis: Diagnosis,
+    *,
+    width: int = WIDTH,
+    root: str = "",
+    notes: Sequence[str] = (),
+    again: Again | None = None,
 ) -> str:
-    """The page."""
+    """The page. `again(names)` is the command that tries these treatments with more time."""
     order = ranked(verdicts)
     single = [v for v in order if v.accepted and not _is_set(v)]
     sets = [v for v in order if _is_set(v)]
@@ -66,11 +84,16 @@ def render_verdicts(
     lines += _rejected(rejected, width)
     for note in notes:
         lines += ((), *wrapped(note, width, label="Note", indent=6))
-    lines += ((), *_ending(best_of(order), sum(v.reason.startswith("not tried") for v in rejected), width))
+    command = _command(order, diagnosis, again)
+    if command:
+        lines += ((), *wrapped("The time did not suffice for all. To go on:", width), _code(command))
+    lines += ((), *_ending(best_of(order), diagnosis, width, root, _num_untried(rejected)))
     return plain(lines)
 
 
-def render_verdicts_json(verdicts: Sequence[Verdict], diagnosis: Diagnosis, *, notes: Sequence[str] = ()) -> str:
+def render_verdicts_json(
+    verdicts: Sequence[Verdict], diagnosis: Diagnosis, *, notes: Sequence[str] = (), again: Again | None = None
+) -> str:
     """Indented JSON, ending in a newline."""
     best = best_of(verdicts)
     document = {
@@ -82,6 +105,7 @@ def render_verdicts_json(verdicts: Sequence[Verdict], diagnosis: Diagnosis, *, n
         "verdicts": [_document(verdict, diagnosis) for verdict in ranked(verdicts)],
         "best": None if best is None else best.treatment,
         "lines": [] if best is None else list(best.lines),
+        "again": _command(ranked(verdicts), diagnosis, again) or None,
         "notes": list(notes),
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
@@ -102,8 +126,13 @@ def _head(verdicts: Sequence[Verdict], diagnosis: Diagnosis, width: int) -> list
     rows = wrapped(f"Treatments of {diagnosis.source}{step}", width, style="strong")
     if where:
         rows += wrapped(where, width, style="faint")
-    num = sum(not _is_set(v) for v in tried)
-    text = f"{num} timed in blocks of steps with and without in turn; losses compared first; 95 % intervals"
+    single = [v for v in tried if not _is_set(v)]
+    apart = sum(v.num_processes > 0 for v in single)
+    processes = f", {apart} in processes of their own" if apart else ""
+    text = (
+        f"{len(single) - apart} timed in blocks of steps with and without in turn{processes}; losses compared first; "
+        "95 % intervals"
+    )
     return [*rows, *wrapped(text, width, style="faint")]
 
 
@@ -131,7 +160,13 @@ def _figures(verdict: Verdict, width: int) -> list[Line]:
         rows += _row("a step", f"{change}, saves {format_ms(saving.mid_ns)} ({spread})", width)
     rows += _row("losses", verdict.parity.text.removeprefix("losses "), width)
     memory = _memory(verdict)
-    return [*rows, *(_row("peak memory", memory, width) if memory else [])]
+    rows += _row("peak memory", memory, width) if memory else []
+    return [*rows, *(_row("processes", _processes(verdict), width) if verdict.num_processes else [])]
+
+
+def _processes(verdict: Verdict) -> str:
+    steps = "" if verdict.before is None else f" of {verdict.before.basis.partition(' of ')[2]}"
+    return f"{format_plural(verdict.num_processes, 'process')}{steps}: {verdict.why_processes}"
 
 
 def _memory(verdict: Verdict) -> str:
@@ -164,22 +199,43 @@ def _rejected(verdicts: Sequence[Verdict], width: int) -> list[Line]:
 
 def _measured(verdict: Verdict) -> str:
     saving = verdict.saving
+    apart = f"; {_processes(verdict)}" if verdict.num_processes else ""
     if saving is None:
-        return ""
+        return apart
     if saving.certain and saving.mid_ns < 0:
-        return f", by {format_ms(-saving.mid_ns)} ({format_spread(-saving.high_ns, -saving.low_ns)})"
-    return f" ({format_spread(saving.low_ns, saving.high_ns)} saved)"
+        return f", by {format_ms(-saving.mid_ns)} ({format_spread(-saving.high_ns, -saving.low_ns)}){apart}"
+    return f" ({format_spread(saving.low_ns, saving.high_ns)} saved){apart}"
 
 
-def _ending(best: Verdict | None, num_untried: int, width: int) -> list[Line]:
+def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, num_untried: int) -> list[Line]:
     if best is None and num_untried:
-        text = f"Nothing was found faster. Not tried: {num_untried}; give it more --seconds, or more steps."
-        return wrapped(text, width, style="strong")
+        return wrapped(f"Nothing was found faster. Not tried, or not decided: {num_untried}.", width, style="strong")
     if best is None:
         return wrapped("Nothing to change: no treatment made this loop faster.", width, style="strong")
     speed_up = "" if best.speed_up is None else f", {format_times(best.speed_up.mid)} as fast"
     rows = wrapped(f"Lines to change ({best.treatment}{speed_up})", width, style="strong")
-    return [*rows, *(((" " * _INDENT, ""), (line, "code")) for line in best.lines)]
+    places = [finding for finding in _findings(best, diagnosis) if finding.site is not None]
+    where = ", ".join(dict.fromkeys(phrases.where(finding, root) for finding in places[:3]))
+    if where:
+        rows += wrapped(f"for {where}", width, indent=_INDENT, style="faint")
+    return [*rows, *map(_code, best.lines)]
+
+
+def _num_untried(rejected: Sequence[Verdict]) -> int:
+    return sum(verdict.wants_time or verdict.reason.startswith("not tried") for verdict in rejected)
+
+
+def _code(line: str) -> Line:
+    return (" " * _INDENT, ""), (line, "code")
+
+
+def _command(verdicts: Sequence[Verdict], diagnosis: Diagnosis, again: Again | None) -> str:
+    """What to run for those that the time did not suffice for; '' where it did. Of sets, their parts."""
+    late = [name for verdict in verdicts if verdict.wants_time for name in verdict.treatment.split(" + ")]
+    if not late:
+        return ""
+    names = tuple(dict.fromkeys(late))
+    return again(names) if again is not None else f"perfdoctor trial --treat={','.join(names)} {diagnosis.source}"
 
 
 def _row(label: str, text: str, width: int) -> list[Line]:
@@ -222,6 +278,8 @@ def _document(verdict: Verdict, diagnosis: Diagnosis) -> dict[str, Any]:
         "peak_memory_before_bytes": verdict.peak_memory_before_bytes,
         "peak_memory_after_bytes": verdict.peak_memory_after_bytes,
         "lines": list(verdict.lines),
+        "num_processes": verdict.num_processes,
+        "why_processes": verdict.why_processes,
         "cures": [_cure(finding) for finding in _findings(verdict, diagnosis)],
     }
 

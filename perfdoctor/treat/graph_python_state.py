@@ -21,6 +21,7 @@ import torch
 
 from perfdoctor.record.owners import USER, file_owner
 from perfdoctor.treat.iterator_position import Position, position
+from perfdoctor.units import format_plural
 
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 1_000
@@ -356,8 +357,8 @@ def described(value: Any) -> str:
     if isinstance(value, Position):
         return "a position"
     if isinstance(value, _Content):
-        return f"{len(value.items)} items"
+        return format_plural(len(value.items), "item")
     if isinstance(value, Mapping | list | set | deque):
-        return f"{len(value)} items"
+        return format_plural(len(value), "item")
     text = repr(value) if isinstance(value, _SCALARS) else f"a {type(value).__name__}"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -286,8 +286,8 @@ def static_refusal(
             return "GradScaler decides on the host each step whether to update: use bfloat16 autocast, which needs none"
     if _keeps_casts():
         return (
-            "an autocast region that keeps its casts is open around the step: eager steps would go on with weights cast "
-            "before the last update. Open autocast inside train_step, or with cache_enabled=False"
+            "an autocast region that keeps its casts is open around the step: eager steps would go on with weights "
+            "cast before the last update. Open autocast inside train_step, or with cache_enabled=False"
         )
     return next((reason for opt in optimizers if (reason := graph_optimizers.refusal(opt)) is not None), None)
 
@@ -304,7 +304,7 @@ def _held(value: Any) -> Hashable:
 
 
 def _keeps_casts() -> bool:
-    """Whether a cast of a weight made now is still used after the next update: autocast clears them at the outermost end."""
+    """Whether a cast of a weight made now is used after the next update too: only the outermost region drops them."""
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting > 0 and torch.is_autocast_cache_enabled()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from perfdoctor.treat.cures import CURES
 from perfdoctor.treat.switches_precision import needs_cuda
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
+from perfdoctor.units import format_plural
 from perfdoctor.watch.surroundings import usable_cpus
 
 NO_LOADER = "the loop's loader is not known: pass loader="
@@ -41,7 +42,7 @@ def _refuse_workers(loop: Loop) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is an IterableDataset: each worker would give the whole stream unless it shards itself"
     if loader.num_workers > 0:
-        return f"the loader has {loader.num_workers} workers already"
+        return f"the loader has {format_plural(loader.num_workers, 'worker')} already"
     if usable_cpus() < 2:
         return "this process may use one CPU; a worker would only take turns with it"
     on_device = [name for name, value in vars(loader.dataset).items() if _on_device(value)]
@@ -118,8 +119,19 @@ def _end_workers(iterator: Any) -> None:
         end()
 
 
+def _fitting_workers() -> int:
+    return max(1, min(_MOST_WORKERS, int(usable_cpus()) - 1))
+
+
+def _worker_lines() -> tuple[str, ...]:
+    """The loader with as many workers as are tried here: one CPU stays for the loop."""
+    cpus = format_plural(usable_cpus(), "CPU")
+    workers = _fitting_workers()
+    return (f"loader = DataLoader(..., num_workers={workers}, persistent_workers=True)   # {cpus} here",)
+
+
 def _worker_settings(loader: Any) -> dict[str, Any]:
-    workers = max(1, min(_MOST_WORKERS, int(usable_cpus()) - 1))
+    workers = _fitting_workers()
     return {"num_workers": workers, "prefetch_factor": loader.prefetch_factor or 2, "persistent_workers": True}
 
 
@@ -186,7 +198,7 @@ LOADER = (
         numerics=Numerics(why=_ORDER),
         refuses=_refuse_workers,
         applied=_setting(_worker_settings),
-        lines=("loader = DataLoader(..., num_workers=8, persistent_workers=True)",),
+        lines=_worker_lines(),
     ),
     Treatment(
         name="pin_memory",
@@ -202,7 +214,7 @@ LOADER = (
         numerics=Numerics(why=_ORDER),
         refuses=_refuse_persistent,
         applied=_setting(lambda _: {"persistent_workers": True}),
-        lines=("loader = DataLoader(..., num_workers=8, persistent_workers=True)",),
+        lines=_worker_lines(),
     ),
     Treatment(
         name="prefetch",

@@ -10,13 +10,17 @@ from typing import Any
 
 from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError, UsageError
 from perfdoctor.record.load import load_capture
+from perfdoctor.trial.outcome import ALL
 from perfdoctor.units import NS_PER_MS
 
 _SCHEMA_VERSION = 1
 _HEAD_BYTES = 4096
 _LONGEST_MS = 1e12  # 30 years
+NO_GPU = "no GPU"
+_WITHOUT = "no-gpu"  # code of the note on a recording without a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,21 @@ class ComparedRun:
     micro_batches: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     findings: tuple[FindingRow, ...] = ()
+    source: str = ""  # what was run or read
+    note_codes: frozenset[str] = frozenset()
+    together_ns: int | None = None  # what all findings that were tried gave back together, in a trial
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its CUDA device was one in name only: its times are those of the CPU."""
+        return EMULATED in self.note_codes
+
+    @property
+    def device(self) -> str:
+        """The GPU, 'an emulated device', 'no GPU' where the recording says that there was none; '' where it is mute."""
+        if self.emulated:
+            return "an emulated device"
+        return str(self.environment.get("gpu") or "") or (NO_GPU if _WITHOUT in self.note_codes else "")
 
 
 def read_run(path: str | os.PathLike[str]) -> ComparedRun:
@@ -89,6 +108,13 @@ def _read_report(path: Path) -> dict[str, Any] | None:
         return None
     if "traceEvents" in document:
         return None
+    if document.get("kind") == "treatments":
+        raise NotATraceError(
+            f"{path}: the report of `perfdoctor trial --treat`, which holds each treatment against the loop as it is "
+            "already. Compare what `perfdoctor run --format json` writes before and after you changed the lines."
+        )
+    if "change" in document and "before" in document:
+        raise NotATraceError(f"{path}: the answer of an earlier `perfdoctor compare`. Give it the two reports again.")
     if "verdict" not in document or "schema_version" not in document:
         raise NotATraceError(
             f"{path}: JSON, but no report of perfdoctor (it lacks verdict and schema_version). Expected what "
@@ -120,6 +146,9 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
             micro_batches=_optional(verdict["micro_batches"]),
             environment=dict(document["environment"]),
             findings=tuple(_row(row) for row in rows),
+            source=str(document.get("source", "")),
+            note_codes=frozenset(str(note["code"]) for note in document.get("notes", ())),
+            together_ns=_together(document.get("trial") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BrokenTraceError(
@@ -166,6 +195,14 @@ def _row(row: dict[str, Any]) -> FindingRow:
     )
 
 
+def _together(trial: dict[str, Any]) -> int | None:
+    """What the arm of all suspects together gave back; None where there is none."""
+    for arm in trial.get("arms", ()):
+        if arm["mode"] == ALL and arm["saving"] is not None:
+            return _ns(arm["saving"]["mid_ms"])
+    return None
+
+
 def _ns(milliseconds: float | None) -> int | None:
     return None if milliseconds is None else round(milliseconds * NS_PER_MS)
 
@@ -186,6 +223,8 @@ def _from_diagnosis(path: str, diagnosis: Diagnosis, steps: tuple[int, ...]) -> 
         samples_per_step=diagnosis.samples_per_step,
         micro_batches=diagnosis.micro_batches,
         environment=asdict(diagnosis.environment),
+        source=diagnosis.source,
+        note_codes=frozenset(note.code for note in diagnosis.notes),
         findings=tuple(
             FindingRow(
                 code=finding.code,

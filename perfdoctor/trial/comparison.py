@@ -21,8 +21,8 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
-from perfdoctor.trial.compared_run import ComparedRun, FindingRow
-from perfdoctor.units import format_count
+from perfdoctor.trial.compared_run import NO_GPU, ComparedRun, FindingRow
+from perfdoctor.units import format_count, format_plural
 
 RUN_NOISE_RATIO = 0.02
 _NORMAL_95 = 1.96
@@ -39,6 +39,7 @@ class Change(StrEnum):
     FASTER = "faster"
     SLOWER = "slower"
     NONE = "no difference"
+    UNKNOWN = "not comparable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """After against before. The difference is after less before, in ns a step: negative is faster."""
+    """After against before. The difference is after less before, in ns a step: negative is faster.
+
+    `incomparable` says why times cannot be held against each other; '' where they can. Findings can all the same.
+    """
 
     before: ComparedRun
     after: ComparedRun
@@ -67,9 +71,12 @@ class Comparison:
     new: tuple[FindingRow, ...]
     kept: tuple[Match, ...]
     warnings: tuple[str, ...]
+    incomparable: str = ""
 
     @property
     def change(self) -> Change:
+        if self.incomparable:
+            return Change.UNKNOWN
         if self.low_ns <= 0 <= self.high_ns:
             return Change.NONE
         return Change.FASTER if self.difference_ns < 0 else Change.SLOWER
@@ -87,9 +94,20 @@ class Comparison:
 
     @property
     def counterfactual_ns(self) -> int | None:
-        """The same as the trial measured it; None where one of them was not tried."""
+        """The same as the trial measured it; None where one of them was not tried.
+
+        Where all that were tried are gone it is what they gave back together, which a sum of each alone may miss.
+        """
+        if self.tried_together:
+            return self.before.together_ns
         tried = [row.counterfactual_ns for row in self.gone if row.counterfactual_ns is not None]
         return sum(tried) if tried and len(tried) == len(self.gone) else None
+
+    @property
+    def tried_together(self) -> bool:
+        """Whether what is gone is just what the trial before had tried, several findings, together too."""
+        tried = [row for row in self.before.findings if row.counterfactual_ns is not None]
+        return self.before.together_ns is not None and len(tried) > 1 and set(tried) == set(self.gone)
 
     def exceeds(self, percent: float) -> bool:
         """Whether the run after is slower by more than `percent`, and is slower beyond the noise."""
@@ -113,7 +131,19 @@ def compare(before: ComparedRun, after: ComparedRun, *, run_noise_ratio: float =
         new=_without(after.findings, [match.after for match in kept]),
         kept=kept,
         warnings=tuple(_warnings(before, after)),
+        incomparable=_incomparable(before, after),
     )
+
+
+def _incomparable(before: ComparedRun, after: ComparedRun) -> str:
+    if before.emulated and after.emulated:
+        return "both ran on an emulated CUDA device, whose times are those of the CPU and no GPU's"
+    names = [run.device or "a GPU that the file does not name" for run in (before, after)]
+    if before.emulated or after.emulated:
+        return f"{names[0]} before, {names[1]} after: an emulated device's times are those of the CPU"
+    if NO_GPU in names and names[0] != names[1]:
+        return f"{names[0]} before, {names[1]} after"
+    return ""
 
 
 def _without(rows: tuple[FindingRow, ...], taken: list[FindingRow]) -> tuple[FindingRow, ...]:
@@ -182,13 +212,21 @@ def _likeness(a: FindingRow, b: FindingRow) -> float:
 
 
 _CONDITIONS = {
-    "gpu": "GPU", "num_gpus": "number of GPUs", "driver": "driver", "cuda": "CUDA", "torch": "torch",
+    "num_gpus": "number of GPUs", "driver": "driver", "cuda": "CUDA", "torch": "torch",
     "python": "Python", "world_size": "number of ranks", "launch_blocking": "CUDA_LAUNCH_BLOCKING",
     "anomaly_mode": "anomaly mode", "num_cpus": "CPUs of the process",
 }  # fmt: skip
 
 
 def _warnings(before: ComparedRun, after: ComparedRun) -> Iterator[str]:
+    scripts = [PurePath(run.source).name for run in (before, after)]
+    if scripts[0] != scripts[1] and all(script.endswith(".py") for script in scripts):
+        yield f"the scripts are not of one name: {scripts[0]} before, {scripts[1]} after"
+    devices = (before.device, after.device)
+    if NO_GPU in devices and devices[0] != devices[1]:
+        yield "without a GPU no sync, copy or kernel is seen: what is gone or new below may only be unseen"
+    elif all(devices) and devices[0] != devices[1]:
+        yield f"GPU differs: {devices[0]} before, {devices[1]} after; not only the edit tells them apart"
     for key, name in _CONDITIONS.items():
         old, new = before.environment.get(key), after.environment.get(key)
         if old not in (None, "", 0) and new not in (None, "", 0) and old != new:
@@ -206,4 +244,4 @@ def _warnings(before: ComparedRun, after: ComparedRun) -> Iterator[str]:
         yield f"the steps were not timed alike: {before.basis} before, {after.basis} after"
     for name, run in (("before", before), ("after", after)):
         if run.num_steps < _FEW_STEPS:
-            yield f"only {run.num_steps} steps {name}: their spread is hardly known"
+            yield f"only {format_plural(run.num_steps, 'step')} {name}: their spread is hardly known"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from typing import Any
 
 from perfdoctor.watch.patches import Patches
@@ -23,6 +23,8 @@ class LoaderReplay:
         self.fetching = True
         self.running = True  # False: hand batches through
         self.num_fetches = 0
+        self.num_taken = 0  # of these, from the loader itself
+        self.streaming = False  # it gives what cannot be asked for again: an IterableDataset, a generator
         self.turn = 0  # which of the replayed batches was handed out last
         self.num_workers = 0
         self.queue = 0  # batches that workers hold ready
@@ -60,10 +62,12 @@ class LoaderReplay:
         Raises:
             StopIteration: as the iterator does.
         """
+        self.streaming |= _is_stream(iterator)
         return self._replayed(id(iterator), lambda: next(iterator))
 
     def _next(self, iterator: Any, fetch: Callable[[Any], Any], begin: Callable[[Any], Any]) -> Any:
         self.queue = max(self.queue, _queue_of(iterator))
+        self.streaming |= _is_stream(iterator)
         self.num_workers = max(self.num_workers, int(getattr(iterator, "_num_workers", 0) or 0))
 
         def one() -> Any:
@@ -99,6 +103,7 @@ class LoaderReplay:
 
     def _fetched(self, fetch: Callable[[], Any]) -> Any:
         self._nested = True
+        self.num_taken += 1
         try:
             return fetch()
         finally:
@@ -115,6 +120,13 @@ def fresh(batch: Any) -> Any:
 
 def _queue_of(iterator: Any) -> int:
     return int(getattr(iterator, "_num_workers", 0) or 0) * int(getattr(iterator, "_prefetch_factor", 0) or 0)
+
+
+def _is_stream(iterator: Any) -> bool:
+    from torch.utils.data.dataloader import _DatasetKind
+
+    kind = getattr(iterator, "_dataset_kind", None)  # of a DataLoader's; a generator has none
+    return kind == _DatasetKind.Iterable or (kind is None and isinstance(iterator, Generator))
 
 
 def _trains() -> bool:

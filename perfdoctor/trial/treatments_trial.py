@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,25 @@ import numpy as np
 import torch
 
 from perfdoctor.treat.treatment import Loop, Treatment
+from perfdoctor.trial.dropout import dropouts, without_dropout
 from perfdoctor.trial.estimate import FEWEST_PAIRS, claimed, estimate, paired
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.loop_state import LoopState
 from perfdoctor.trial.schedule import counted_steps
-from perfdoctor.trial.verdict import Parity, Side, Verdict, failed, judge_parity, judged, refused, unequal, untried
+from perfdoctor.trial.verdict import (
+    SPENT,
+    Parity,
+    Side,
+    Verdict,
+    allowed_differences,
+    failed,
+    judge_parity,
+    judged,
+    refused,
+    unequal,
+    untried,
+)
+from perfdoctor.units import format_plural
 from perfdoctor.watch.clocks import Stamp, cuda_active, elapsed_ns
 
 OBSERVED_STEPS = 10
@@ -36,6 +50,7 @@ _EDGE = 3  # steps at the start of a block that are not counted: there the queue
 _SETTLED = 1.5
 _MOST_COUNTED = 200
 _FOR_THE_BEST = 0.2  # of the time: kept back for the best together
+_FOR_PROCESSES = 0.5  # of the time: kept back for treatments that are tried in processes of their own
 
 Steps = Generator[int, Stamp, None]
 
@@ -53,6 +68,8 @@ class TreatmentsTrial:
     """Give it the end of every step. `verdicts` fills as treatments are judged; `ended()` is called when all are.
 
     `earlier`: verdicts of a run before this one, whose accepted treatments belong to the best set as well.
+    `elsewhere` says why a treatment cannot be switched in a running process, None where it can; those that cannot,
+    and those that could not be taken back, are in `deferred`, with the reason, and get no verdict here.
     """
 
     def __init__(
@@ -63,14 +80,19 @@ class TreatmentsTrial:
         limits: TreatmentLimits | None = None,
         earlier: Sequence[tuple[Treatment, Verdict]] = (),
         ended: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[Treatment, Loop], str | None] = lambda treatment, loop: None,
     ) -> None:
         self.verdicts: list[Verdict] = []
+        self.deferred: list[tuple[Treatment, str]] = []
         self.over = False
         self._treatments = tuple(treatments)
         self._live = live
         self._limits = limits or TreatmentLimits()
         self._accepted = [(treatment, verdict) for treatment, verdict in earlier if verdict.accepted]
         self._ended = ended
+        self._elsewhere = elsewhere
+        self._seconds = self._limits.seconds
+        self._entered = False  # every treatment of the block was entered: what fails then is to take it back
         self._active: tuple[Treatment, ...] = ()  # those that the running steps are treated with
         self._loop = Loop(device=torch.device("cpu"))
         self._before: LoopState | None = None
@@ -99,6 +121,11 @@ class TreatmentsTrial:
         except StopIteration:
             self.close()
             self._ended()
+
+    def how_far(self) -> str:
+        """For whoever waits: 'trying fused_optimizer, 3 of 12 treatments judged'."""
+        doing = f"trying {self.active}" if self.active else "the loop as it is"
+        return f"{doing}, {len(self.verdicts)} of {format_plural(len(self._treatments), 'treatment')} judged"
 
     def fail(self, error: BaseException) -> None:
         """The script died. A treatment that was on then has failed, and is told as a Verdict."""
@@ -130,12 +157,17 @@ class TreatmentsTrial:
         self._live.stop_looking()
         self._live.held = True
         self._before = LoopState.take(self._loop)
-        for treatment in self._treatments:
-            refusal = treatment.refuses(self._loop)
+        refusals = [treatment.refuses(self._loop) for treatment in self._treatments]
+        reasons = [self._elsewhere(treatment, self._loop) for treatment in self._treatments]
+        if any(reason and not refusal for reason, refusal in zip(reasons, refusals, strict=True)):
+            self._seconds *= 1 - _FOR_PROCESSES
+        for treatment, refusal, reason in zip(self._treatments, refusals, reasons, strict=True):
             if refusal:
                 self.verdicts.append(refused(treatment.name, refusal))
+            elif reason:
+                self.deferred.append((treatment, reason))
             elif not self._suffices(1 - _FOR_THE_BEST):
-                self.verdicts.append(untried(treatment.name, "the time was spent (--seconds)"))
+                self.verdicts.append(untried(treatment.name, SPENT))
             else:
                 yield from self._try((treatment,))
         yield from self._try_best()
@@ -144,7 +176,7 @@ class TreatmentsTrial:
         """Whether six rounds fit into what is left of a share of the time."""
         blocks = 2 * FEWEST_PAIRS + 1
         steps = 2 * PARITY_STEPS + blocks * (_EDGE + counted_steps(self._step_ns))
-        left = share * self._limits.seconds - (time.perf_counter() - self._began)
+        left = share * self._seconds - (time.perf_counter() - self._began)
         return steps * self._step_ns / 1e9 < left
 
     def _try_best(self) -> Steps:
@@ -154,7 +186,7 @@ class TreatmentsTrial:
         if len(best) < 2:
             return
         if not self._suffices():
-            self.verdicts.append(untried(_name(best), "the time was spent (--seconds)"))
+            self.verdicts.append(untried(_name(best), SPENT))
             return
         yield from self._try(best)
 
@@ -162,7 +194,7 @@ class TreatmentsTrial:
         self._workers = self._queue = 0
         try:
             parity, replayed, stamps = yield from self._compare(treatments, dry=False)
-            if parity.kept is False and _dropouts(self._loop.model):
+            if parity.kept is False and dropouts(self._loop.model):
                 without, _, _ = yield from self._compare(treatments, dry=True)
                 if without.kept:
                     text = f"{without.text} (compared without dropout, whose masks are others)"
@@ -173,7 +205,11 @@ class TreatmentsTrial:
             yield from self._time(treatments, parity, _edge(stamps), replayed)
         except Exception as error:  # of applying or undoing a treatment; the script's own end in `fail`
             self._active = ()
-            self.verdicts.append(failed(_name(treatments), error))
+            if self._entered and len(treatments) == 1:
+                reason = f"it could not be taken back ({type(error).__name__}: {error})"
+                self.deferred.append((treatments[0], reason))
+            else:
+                self.verdicts.append(failed(_name(treatments), error))
 
     def _compare(
         self, treatments: tuple[Treatment, ...], *, dry: bool
@@ -191,15 +227,8 @@ class TreatmentsTrial:
     def _judge(
         self, treatments: tuple[Treatment, ...], losses: list[float], base: list[float], again: list[float]
     ) -> Parity:
-        numerics = [treatment.numerics for treatment in treatments]
-        return judge_parity(
-            base,
-            again,
-            losses,
-            rtol=sum(each.rtol for each in numerics),
-            atol=sum(each.atol for each in numerics),
-            why="; ".join(each.why for each in numerics if each.why and not each.bitwise),
-        )
+        rtol, atol, why = allowed_differences(treatments)
+        return judge_parity(base, again, losses, rtol=rtol, atol=atol, why=why)
 
     def _parity_run(
         self, treatments: tuple[Treatment, ...], into: list[float], *, replayed: bool | None, dry: bool
@@ -214,7 +243,7 @@ class TreatmentsTrial:
         stamps = []
         with ExitStack() as stack:
             if dry:
-                stack.enter_context(_dry(self._loop.model))
+                stack.enter_context(without_dropout(self._loop.model))
             same = self._apply(treatments, stack)
             replayed = same if replayed is None else replayed
             self._live.restart(replayed=replayed)
@@ -227,11 +256,12 @@ class TreatmentsTrial:
 
     def _apply(self, treatments: tuple[Treatment, ...], stack: ExitStack) -> bool:
         """Enter the treatments, in order. Gives whether they leave the loader as it is."""
-        self._active = treatments
+        self._active, self._entered = treatments, False
         stack.callback(self._leave)
         loop, loader = self._loop, _look_of(self._loop.loader)
         for treatment in treatments:
             loop = stack.enter_context(treatment.applied(loop))
+        self._entered = bool(treatments)
         for each in (self._loop.loader, loop.loader):
             self._workers = max(self._workers, getattr(each, "num_workers", 0))
             self._queue = max(self._queue, getattr(each, "num_workers", 0) * (getattr(each, "prefetch_factor", 0) or 0))
@@ -264,7 +294,7 @@ class TreatmentsTrial:
     def _is_late(self, began: float, rounds: int) -> bool:
         """Six rounds decide; more where there is time."""
         now = time.perf_counter()
-        if now - self._began > self._limits.seconds:
+        if now - self._began > self._seconds:
             return True
         return rounds >= FEWEST_PAIRS and now - began > self._limits.each_seconds
 
@@ -290,9 +320,7 @@ class TreatmentsTrial:
         """Steps after which the loader's costs come again: its workers' turns, and a short epoch with its end."""
         if replayed:
             return 1
-        workers = max(self._workers, 1)
-        both = math.lcm(workers, _epoch_of(self._loop.loader))
-        return both if both <= _MOST_COUNTED else workers
+        return loader_period(self._loop.loader, _MOST_COUNTED, workers=self._workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,23 +332,11 @@ class _Blocks:
     replayed: bool
 
 
-def _dropouts(model: torch.nn.Module | None) -> list[Any]:
-    """The modules that drop something, with a probability above 0."""
-    modules: list[Any] = [] if model is None else list(model.modules())
-    return [each for each in modules if isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0]
-
-
-@contextmanager
-def _dry(model: torch.nn.Module | None) -> Iterator[None]:
-    """No dropout: compiled kernels and other memory layouts draw other masks, which says nothing of their sums."""
-    found = [(module, module.p) for module in _dropouts(model)]
-    try:
-        for module, _ in found:
-            module.p = 0.0
-        yield
-    finally:
-        for module, share in found:
-            module.p = share
+def loader_period(loader: Any, most: int, *, workers: int = 0) -> int:
+    """Steps after which a loader's costs come again: its workers' turns, and an epoch where that is `most` or fewer."""
+    turns = max(workers, getattr(loader, "num_workers", 0), 1)
+    both = math.lcm(turns, _epoch_of(loader))
+    return both if both <= most else turns
 
 
 def _epoch_of(loader: Any) -> int:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from perfdoctor.diagnose.finding import StepTime
 from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate
+from perfdoctor.units import format_plural
 from perfdoctor.watch.clocks import Stamp, elapsed_ns
+
+if TYPE_CHECKING:
+    from perfdoctor.treat.treatment import Treatment
 
 # A loop that differs from itself by more than this share of its loss was not given the same batches.
 _REPEATS = 0.02
@@ -49,6 +54,8 @@ class Parity:
     num_losses: int = 0
 
 
+SPENT = "the time was spent (--seconds)"
+UNDECIDED = "not decided"
 NOT_COMPARED = Parity(kept=None, text="not compared")
 
 
@@ -67,15 +74,23 @@ class Verdict:
     peak_memory_before_bytes: int | None = None
     peak_memory_after_bytes: int | None = None
     lines: tuple[str, ...] = ()  # what the user writes to keep it
+    num_processes: int = 0  # that ran the script from its start for this; 0: blocks of steps in one process
+    why_processes: str = ""
+
+    @property
+    def wants_time(self) -> bool:
+        """Whether more `--seconds` might decide it."""
+        return not self.accepted and ("(--seconds)" in self.reason or self.reason.endswith(UNDECIDED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Blocks with the treatment, or without: ns a step of each, and the most device memory in use in any."""
+    """Blocks (or processes) with the treatment, or without: ns a step of each, the most device memory in use in any."""
 
     times_ns: tuple[float, ...]
     counted: int
     peak_bytes: int | None
+    unit: str = "blocks"
 
     @classmethod
     def of(cls, spans: Sequence[tuple[Stamp, Stamp]], peaks: Sequence[int], counted: int) -> Side:
@@ -86,10 +101,10 @@ class Side:
     @property
     def step_time(self) -> StepTime:
         low, mid, high = np.percentile(self.times_ns, (25, 50, 75))
-        num_blocks = len(self.times_ns)
+        num = len(self.times_ns)
         return StepTime(
             median_ns=round(float(mid)), low_ns=round(float(low)), high_ns=round(float(high)),
-            num_steps=self.counted * num_blocks, basis=f"{num_blocks} blocks of {self.counted} steps",
+            num_steps=self.counted * num, basis=f"{num} {self.unit} of {self.counted} steps",
         )  # fmt: skip
 
 
@@ -101,6 +116,12 @@ def refused(name: str, why: str) -> Verdict:
 def untried(name: str, why: str) -> Verdict:
     """It was not reached."""
     return Verdict(treatment=name, accepted=False, reason=f"not tried: {why}", parity=NOT_COMPARED)
+
+
+def not_run(name: str, why: str, *, blamed: bool) -> Verdict:
+    """A process came to no timed step. `blamed`: the treatment was on by then, and has failed."""
+    reason = why if blamed or why.startswith("failed") else f"not tried: {why}"
+    return Verdict(treatment=name, accepted=False, reason=reason, parity=NOT_COMPARED)
 
 
 def unequal(name: str, parity: Parity) -> Verdict:
@@ -124,7 +145,7 @@ def failed(name: str, error: BaseException) -> Verdict:
 def judged(name: str, parity: Parity, before: Side, after: Side, saving: Estimate, lines: tuple[str, ...]) -> Verdict:
     """It was timed: faster for sure, and with the same losses, or not."""
     base_ns = float(np.median(before.times_ns))
-    accepted, reason = _decide(parity, saving)
+    accepted, reason = _decide(parity, saving, before.unit)
     return Verdict(
         treatment=name,
         accepted=accepted,
@@ -140,9 +161,9 @@ def judged(name: str, parity: Parity, before: Side, after: Side, saving: Estimat
     )
 
 
-def _decide(parity: Parity, saving: Estimate) -> tuple[bool, str]:
+def _decide(parity: Parity, saving: Estimate, unit: str) -> tuple[bool, str]:
     if saving.num_pairs < FEWEST_PAIRS:
-        return False, f"only {saving.num_pairs} pairs of blocks fitted into the time: not decided"
+        return False, f"only {format_plural(saving.num_pairs, 'pair')} of {unit} fitted into the time: {UNDECIDED}"
     if not saving.certain:
         return False, "no difference: the interval holds zero"
     if saving.mid_ns < 0:
@@ -150,6 +171,13 @@ def _decide(parity: Parity, saving: Estimate) -> tuple[bool, str]:
     if parity.kept is None:
         return False, f"faster, but the losses could not be compared: {parity.text}"
     return True, f"faster, {parity.text}"
+
+
+def allowed_differences(treatments: Sequence[Treatment]) -> tuple[float, float, str]:
+    """(rtol, atol, why) of treatments applied together."""
+    numerics = [treatment.numerics for treatment in treatments]
+    why = "; ".join(each.why for each in numerics if each.why and not each.bitwise)
+    return sum(each.rtol for each in numerics), sum(each.atol for each in numerics), why
 
 
 def judge_parity(

@@ -126,6 +126,97 @@ def test_github_commands_are_one_line_each(report: Callable[..., str]) -> None:
     assert "%25" in lines[0]
 
 
+def _device(gpu: str, *codes: str) -> Change:
+    def change(document: dict[str, Any]) -> None:
+        document["environment"]["gpu"] = gpu
+        document["notes"] = [{"code": code, "text": "a note", "count": 1} for code in codes]
+
+    return change
+
+
+EMULATED, NO_GPU = _device("", "emulated-device"), _device("", "no-gpu")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        (EMULATED, EMULATED, "both ran on an emulated CUDA device"),
+        (EMULATED, _device("NVIDIA H200"), "an emulated device before, NVIDIA H200 after: an emulated device's times"),
+        (_device(""), EMULATED, "a GPU that the file does not name before, an emulated device after"),
+        (NO_GPU, EMULATED, "no GPU before, an emulated device after"),
+        (NO_GPU, _device("NVIDIA H200"), "no GPU before, NVIDIA H200 after"),
+    ],
+)
+def test_times_of_no_device_are_not_compared(
+    report: Callable[..., str], before: Change, after: Change, why: str
+) -> None:
+    fast = _step(median_ms=6.0, low_ms=5.9, high_ms=6.1, num_steps=50)
+    paths = [report("a.json", before), report("b.json", after, fast, lambda d: d["findings"].clear())]
+    outcome = execute([*paths, "--gate", "5"])
+    text = " ".join(outcome.text.split())
+    assert text.startswith(f"Step times cannot be compared: {why}")
+    assert "gone" in text
+    assert "prediction" not in text
+    assert "Interval" not in text
+    assert outcome.exit_code == 2  # a gate that cannot judge does not pass
+    assert "could not judge" in outcome.messages[0]
+    found = json.loads(execute([*paths, "--format", "json"]).text)
+    assert found["change"] == "not comparable"
+    assert why in found["incomparable"]
+    assert (found["difference_ms"], found["ratio"], found["prediction"]) == (None, None, None)
+    assert execute([*paths, "--format", "github"]).text.startswith("::warning")
+    assert execute(paths).exit_code == 0
+    assert ("may only be unseen" in text) == ("no GPU" in why and "and no GPU" not in why)
+
+
+def test_two_runs_without_a_gpu_are_compared(report: Callable[..., str]) -> None:
+    slow = report("b.json", NO_GPU, _step(median_ms=13.0, low_ms=12.9, high_ms=13.1, num_steps=50))
+    assert execute([report("a.json", NO_GPU), slow, "--gate", "5"]).exit_code == 1
+
+
+def test_other_gpus_and_other_scripts_are_said(report: Callable[..., str]) -> None:
+    before = report("a.json", _device("NVIDIA A100"), lambda d: d.update(source="runs/train.py"))
+    after = report("b.json", _device("NVIDIA H200"), lambda d: d.update(source="/x/other.py"))
+    text = " ".join(execute([before, after]).text.split())
+    assert "GPU differs: NVIDIA A100 before, NVIDIA H200 after" in text
+    assert "train.py before, other.py after" in text
+    same = report("c.json", _device("NVIDIA A100"), lambda d: d.update(source="elsewhere/train.py"))
+    text = execute([before, same]).text
+    assert "differs" not in text
+    assert "of one name" not in text
+
+
+def test_what_was_tried_together_is_the_prediction_where_all_of_it_is_gone(report: Callable[..., str]) -> None:
+    def tried(document: dict[str, Any]) -> None:
+        for row in (rows := document["findings"] + document["leave_alone"]):
+            row["measured_saving"] = {"mid_ms": 3.0, "low_ms": 2.9, "high_ms": 3.1}
+        assert len(rows) > 1
+        arms = [{"mode": "gone", "saving": {"mid_ms": 3.0}}, {"mode": "all", "saving": {"mid_ms": 3.9}}]
+        document["trial"] = {"arms": arms}
+
+    gone = (lambda d: d["findings"].clear(), lambda d: d["leave_alone"].clear())
+    fast = _step(median_ms=6.0, low_ms=5.9, high_ms=6.1, num_steps=50)
+    paths = [report("a.json", tried), report("b.json", fast, *gone)]
+    found = json.loads(execute([*paths, "--format", "json"]).text)["prediction"]
+    assert found["counterfactual_ms"] == 3.9
+    assert found["error_ratio"] == pytest.approx(-0.01, abs=0.001)  # 3.9 of the 4 ms that came, of a step of 10
+    text = " ".join(execute(paths).text.split())
+    assert "counterfactual together 3.9 ms; measured" in text
+    left = report("c.json", fast, lambda d: d["findings"].pop(0), gone[1])
+    found = json.loads(execute([paths[0], left, "--format", "json"]).text)["prediction"]
+    assert found["counterfactual_ms"] == 3.0 * (len(json.loads(Path(paths[0]).read_text())["leave_alone"]) + 1)
+
+
+def test_other_answers_of_perfdoctor_are_no_reports(report: Callable[..., str], tmp_path: Path) -> None:
+    good = report("a.json")
+    (tmp_path / "answer.json").write_text(execute([good, good, "--format", "json"]).text)
+    (tmp_path / "treated.json").write_text(json.dumps({"schema_version": 1, "kind": "treatments", "verdicts": []}))
+    with pytest.raises(NotATraceError, match=r"treated.json: the report of `perfdoctor trial --treat`"):
+        execute([good, str(tmp_path / "treated.json")])
+    with pytest.raises(NotATraceError, match=r"answer.json: the answer of an earlier"):
+        execute([str(tmp_path / "answer.json"), good])
+
+
 BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "another version": (lambda d: d.update(schema_version=9), UnsupportedTraceError, "schema 9"),
     "no verdict": (lambda d: d.pop("verdict"), NotATraceError, "no report"),
@@ -137,6 +228,8 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "beyond all time": (_step(high_ms=1e300), UsageError, "1e.300 ms"),
     "text for a rate": (lambda d: d["verdict"].update(samples_per_s="x"), BrokenTraceError, "mistypes"),
     "text for a count": (lambda d: d["verdict"].update(micro_batches="x"), BrokenTraceError, "mistypes"),
+    "notes of another form": (lambda d: d.update(notes=[1]), BrokenTraceError, "mistypes"),
+    "a trial of another form": (lambda d: d.update(trial={"arms": [{}]}), BrokenTraceError, "mistypes"),
     "no findings": (lambda d: d.pop("findings"), BrokenTraceError, "findings"),
     "findings of another form": (lambda d: d.update(findings=["x"]), BrokenTraceError, "lacks or mistypes"),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from perfdoctor.cli.run import Command, for_rank, split_command
+from perfdoctor.cli.run import Command, _parser, for_rank, misplaced, split_command
 from perfdoctor.report.json import schema
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,70 @@ def test_script_keeps_its_options_and_output_and_the_line_is_found(tmp_path: Pat
     )  # fmt: skip
     assert analyzed.returncode == 0, analyzed.stderr
     assert lines_found(json.loads(analyzed.stdout)) == lines_found(document)
+
+
+@pytest.mark.parametrize("form", ["json", "html"])
+def test_a_report_for_a_program_stands_alone_on_standard_output(tmp_path: Path, form: str) -> None:
+    loud = "import os, sys; os.system('echo child'); sys.__stdout__.write('by another name\\n'); print('printed')"
+    done = run(*QUICK, "--format", form, str(write(tmp_path, loud)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if form == "json":
+        jsonschema.validate(json.loads(done.stdout), schema())
+    else:
+        assert done.stdout.startswith("<!doctype html>")
+        assert done.stdout.endswith("</html>\n")
+    for text in ("format none", "child", "by another name", "printed", "finally ran", "atexit ran"):
+        assert text in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="with a GPU no device is emulated")
+def test_an_emulated_device_is_named_once(tmp_path: Path) -> None:
+    done = run(*QUICK, "--format", "json", str(write(tmp_path)), cwd=tmp_path)
+    (note,) = [note for note in json.loads(done.stdout)["notes"] if note["code"] == "emulated-device"]
+    assert "times are those of the CPU" in note["text"]
+
+
+def test_an_option_of_ours_behind_the_script_is_the_scripts_and_that_is_said(tmp_path: Path) -> None:
+    script = write(tmp_path)
+    done = run(*QUICK, str(script), "--keep-going", "--warmup", "9", cwd=tmp_path)
+    assert done.returncode == 2  # the script's argparse does not know it
+    order = f"perfdoctor run --warmup 2 --active 3 --keep-going --warmup 9 {script} ..."
+    assert done.stderr.splitlines()[0].endswith(order)
+    assert done.stderr.splitlines()[-1].endswith(order)  # again behind the script's own complaint
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("train.py --lr 1 --help", ""),
+        ("train.py --format mine", "--format"),
+        ("train.py --format=mine --save x", "--format, --save"),
+        ("--save x -m train -o out", "-o"),
+    ],
+)
+def test_options_behind_the_script_that_are_ours(argv: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hint = misplaced(split_command(argv.split()), "run", _parser())
+    assert hint.partition(" behind ")[0] == named
+    assert capsys.readouterr().err == (f"perfdoctor: {hint}\n" if named else "")
+
+
+def test_progress_of_a_slow_run_is_on_standard_error(tmp_path: Path) -> None:
+    reader, writer = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200"}
+    slow = str(write(tmp_path, "import time; time.sleep(0.3)"))
+    done = subprocess.run(
+        [sys.executable, "-m", "perfdoctor", "run", *QUICK, slow],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=300,
+    )  # fmt: skip
+    os.close(writer)
+    error = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert done.returncode == 0, error
+    lines = [line for line in error.split("\r\x1b[K") if "watching" in line]
+    assert lines
+    for line in lines:
+        assert re.match(r"perfdoctor: \d s, watching, .* \(phase \d of \d\), step \d+ of about \d+ $", line)
+    assert "watching, " not in done.stdout
 
 
 def test_module_runs_to_its_end_with_keep_going(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_a_norm_and_a_read_for_each_tensor() -> None:
     diagnosis = diagnose(slow.capture(2))
     finding = only(diagnosis, "gradient-loop")
     assert finding.kind == "slow_grad_norm_loop"
-    assert "80 launches for 80 tensors, and as many reads" in finding.title
+    assert "80 launches and 80 reads for 80 tensors" in finding.title
     assert finding.site == site(77)
     assert diagnosis.findings[0] is finding or diagnosis.findings[0].site == site(77)
     assert_headroom(finding, slow.period_ns - period(optimizer("")), slow.period_ns, 0.05)
@@ -369,3 +369,30 @@ def test_steps_of_the_session_count_towards_the_used_up_buffer() -> None:
     late = replace(capture, steps=replace(capture.steps, index=capture.steps.index + 100))
     only(diagnose(late), "data-wait")
     assert not of(diagnose(capture), "data-wait")
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "said", "line"),
+    [
+        (0, 16.0, "give it workers (the process may use 16 CPUs: 8 workers beside the loop)", "num_workers=8,"),
+        (0, 4.0, "give it workers (the process may use 4 CPUs: 3 workers beside the loop)", "num_workers=3,"),
+        (0, 2.0, "(the process may use 2 CPUs: 1 worker beside the loop)", "num_workers=1,"),
+        (0, 1.0, "the process may use 1 CPU, where a worker would only take turns with the loop", ""),
+        (0, 1.5, "the process may use 1.5 CPUs, where a worker would only take turns", ""),
+        (1, 16.0, "give the loader more workers, or make a sample cheaper (the process may use 16 CPUs: 8", "=8,"),
+        (8, 64.0, "more workers, or make a sample cheaper (the process may use 64 CPUs: 16 workers", "num_workers=16,"),
+        (3, 4.0, "3 workers, and the process may use 4 CPUs: make a sample cheaper", ""),
+        (1, 2.0, "1 worker, and the process may use 2 CPUs: make a sample cheaper", ""),
+        (0, None, "give it workers", "len(os.sched_getaffinity(0)) - 1"),
+    ],
+)
+def test_the_advice_of_workers_follows_the_recorded_cpus(
+    workers: int, cpus: float | None, said: str, line: str
+) -> None:
+    environment = Environment(num_workers=workers, num_cpus=cpus, prefetch_factor=2)
+    capture = run_loop(loading(6 * MS), 40).capture(environment=environment)
+    advice = only(diagnose(capture), "data-wait").advice
+    assert advice is not None
+    assert said in advice.text
+    assert line in " ".join(advice.lines)
+    assert bool(advice.lines) == bool(line)

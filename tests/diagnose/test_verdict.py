@@ -104,6 +104,20 @@ def test_bare_steps_are_the_truth_where_there_are_any() -> None:
     assert any("bare step" in remark for remark in diagnosis.advice)
 
 
+def test_both_rates_rest_on_the_mean_of_the_same_steps() -> None:
+    """Three steps of 10 ms and one of 30: 4 steps and 24 samples in 60 ms. The median step, 10 ms, is no rate."""
+    bare = Bare(
+        step_ns=ints(10 * MS, 10 * MS, 30 * MS, 10 * MS), data_ns=ints(0, 0, 0, 0), samples=ints(8, 8, 0, 8),
+        micro_batches=ints(1, 1, 1, 1),
+    )  # fmt: skip
+    diagnosis = diagnose(run_loop(several(), 14).capture(4, bare=bare))
+    assert diagnosis.step is not None
+    assert diagnosis.step.median_ns == 10 * MS
+    assert diagnosis.steps_per_s == pytest.approx(4 / 0.060)
+    assert diagnosis.samples_per_s == pytest.approx(24 / 0.060)
+    assert diagnosis.samples_per_step == 6.0
+
+
 def test_a_partial_step_is_left_out_of_the_median() -> None:
     def body(machine: Machine, step: int) -> None:
         machine.host((1 if step == 5 else 9) * MS)

@@ -105,12 +105,30 @@ def test_only_new_sites_fail_against_a_baseline(script: Path, capsys: pytest.Cap
     script.write_text("\n\n" + READS)
     code, out, _ = check(capsys, "--baseline", "known.json", "train.py")
     assert code == 0
-    assert "sites of the baseline are left out" in out
+    assert "train.py: 0 syncs a step not in the baseline, 0.5 allowed (11 steps on the emulated CUDA device)" in out
+    num_known = len(json.loads(Path("known.json").read_text())["sites"])
+    assert num_known == 2  # the read, and the model on its way to the device
+    assert "2 sites of the baseline known.json left out" in out
+    code, out, error = check(capsys, "--format", "github", "--baseline", "known.json", "train.py")
+    assert (code, out) == (0, "")
+    assert error.splitlines() == [
+        "perfdoctor: within the budget: sites not in known.json, of train.py, make 0 syncs a step, "
+        "0.5 allowed (11 steps on the emulated CUDA device); 2 sites of the baseline known.json left out"
+    ]
     script.write_text(READS + "    flag = bool(loss > 1)\n")
     code, out, _ = check(capsys, "--baseline", "known.json", "train.py")
     assert code == 1
     assert "tensor_to_bool" in out
     assert "loss.item()" not in out
+
+
+def test_an_option_of_ours_behind_the_script_is_said_to_be_the_scripts(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(READS)
+    code, _, error = check(capsys, "--steps", "3", "train.py", "--budget", "2")
+    assert code == 1  # 0.5 was held against it
+    assert "perfdoctor check --steps 3 --budget 2 train.py ..." in error
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,18 @@ def test_what_the_time_does_not_allow_is_said(tmp_path: Path) -> None:
     assert run.verdicts[-1].reason == "not tried: the time was spent (--seconds)"
 
 
+def test_the_command_to_go_on_names_the_script_and_its_arguments(tmp_path: Path) -> None:
+    script = _script(tmp_path, 10**9)
+    few = ["--warmup", "1", "--active", "3", "--seconds", "1", "--treat=set_to_none,gc_frozen"]
+    page = execute([*few, script, "--data", "a b"]).text
+    command = next(line.strip() for line in page.splitlines() if line.strip().startswith("perfdoctor trial"))
+    assert command.startswith("perfdoctor trial --treat=")
+    assert command.endswith(f" --seconds 2 {script} --data 'a b'")
+    again = split_command(shlex.split(command)[2:])
+    assert (again.target, again.arguments) == (script, ("--data", "a b"))
+    assert json.loads(execute([*few, "--format", "json", script]).text)["again"].endswith(script)
+
+
 def test_those_that_cure_what_was_found_come_first_and_compilation_last() -> None:
     found = Finding(code="garbage-collection", severity=Severity.COST, title="collects")
     diagnosis = Diagnosis(
@@ -170,3 +183,76 @@ def test_the_command_line_prints_json_and_text(tmp_path: Path) -> None:
     page = execute([*few, script]).text
     assert page.startswith(f"Treatments of {script}")
     assert "does not fit: TF32 needs a CUDA device" in page
+
+
+# Its batches come from a generator of its own and grow: no two blocks of steps see the same.
+STREAM = """
+import time, torch
+data = torch.randn(4000, 8)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+def batches():
+    at = 0
+    while True:
+        yield data[at % 3000 : at % 3000 + 4] * (1 + at / 400)
+        at += 4
+
+for x in batches():
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    if not optimizer.param_groups[0].get("fused"):
+        time.sleep(0.006)
+    optimizer.zero_grad()
+    with open({path!r}, "a") as file:
+        file.write("step ")
+"""
+
+
+def test_what_one_process_cannot_compare_is_judged_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STREAM.format(path=str(tmp_path / "log.txt")))
+    limits = TreatmentLimits(seconds=100, each_seconds=2, rounds=6)
+    run = try_treatments(str(tmp_path / "train.py"), (), _options("fused_optimizer", limits=limits))
+    (verdict,) = run.verdicts
+    assert verdict.accepted, verdict.reason
+    assert verdict.num_processes >= 12
+    assert "other batches each time" in verdict.why_processes
+    assert verdict.saving is not None
+    assert verdict.saving.mid_ns > 0.8 * 6e6  # the pause that comes without it
+    assert verdict.parity.num_losses == 8
+    assert any("processes ran the script from its start" in note for note in run.notes)
+    assert any("log.txt" in note for note in run.notes)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_choice_of_cudnn_is_judged_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CONVOLVING)
+    limits = TreatmentLimits(seconds=240, each_seconds=5, rounds=6)
+    options = _options("cudnn_benchmark", "set_to_none", limits=limits)
+    run = try_treatments(str(tmp_path / "train.py"), (), options)
+    by_name = {verdict.treatment: verdict for verdict in run.verdicts}
+    verdict = by_name["cudnn_benchmark"]
+    assert verdict.num_processes >= 12, verdict.reason
+    assert verdict.saving is not None, verdict.reason
+    assert verdict.parity.kept, verdict.parity.text
+    assert verdict.peak_memory_before_bytes is not None
+    assert verdict.peak_memory_after_bytes is not None
+    assert by_name["set_to_none"].num_processes == 0
+
+
+CONVOLVING = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, padding=1),
+    torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10),
+).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+images, labels = torch.randn(32, 3, 64, 64, device="cuda"), torch.randint(10, (32,), device="cuda")
+while True:
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""

@@ -40,7 +40,7 @@ def diagnosis() -> Diagnosis:
         gpu_idle_ns=round(5.6 * MS),
         headroom=Headroom(low_ns=round(4.9 * MS), mid_ns=round(5.4 * MS), high_ns=6 * MS),
         afterwards="prepared the next batch for 5.2 ms before it launched anything",
-        basis="replay of the light recording, 10 steps",
+        basis="replay of the CUDA-only recording, 10 steps",
         advice=Advice(
             text="Sum detached tensors on the device and read the sum every N steps.",
             lines=("running_loss += loss.detach()", "if step % 50 == 0:", "    print(running_loss.item() / 50)"),
@@ -58,7 +58,7 @@ def diagnosis() -> Diagnosis:
         host_blocked_ns=round(1.4 * MS),
         gpu_idle_ns=round(1.2 * MS),
         headroom=Headroom(low_ns=1 * MS, mid_ns=round(1.3 * MS), high_ns=round(1.5 * MS)),
-        basis="replay of the light recording, 10 steps",
+        basis="replay of the CUDA-only recording, 10 steps",
         advice=Advice(
             text="Pin the source and copy without blocking.", lines=("loader = DataLoader(..., pin_memory=True)",)
         ),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, RankRow, Severity, Skipped
+from perfdoctor.diagnose.finding import Accounting, Advice, Binding, Diagnosis, RankRow, Severity, Skipped
 from perfdoctor.record.capture import Frame, Site
+from perfdoctor.report.html import render_html
 from perfdoctor.report.lines import cut, wrapped
 from perfdoctor.report.shares import shares
 from perfdoctor.report.text import WIDTH, render_text
@@ -190,3 +192,49 @@ def test_ranks_without_a_device_show_no_zeros(diagnosis: Diagnosis) -> None:
     text = render_text(replace(diagnosis, ranks=(row,)))
     line = next(line for line in text.splitlines() if "never trained" in line)
     assert line.split() == ["1", "-", "-", "-", "never", "trained"]
+
+
+def loop_with_its_reads(diagnosis: Diagnosis) -> Diagnosis:
+    """The fixture's page led by a loop over tensors, whose reads were found at its line too."""
+    read = diagnosis.findings[0]
+    loop = replace(
+        read, code="gradient-loop", title="a norm for each tensor: 149 launches and 149 reads for 149 tensors", count=1,
+        count_per_micro_batch=None, advice=Advice(text="one multi-tensor norm"),
+    )  # fmt: skip
+    reads = replace(read, severity=Severity.INFO, count=149, count_per_micro_batch=None, part_of="gradient-loop")
+    return replace(diagnosis, findings=(loop, *diagnosis.findings[1:], reads))
+
+
+@pytest.mark.parametrize("render", [render_text, render_html])
+def test_one_line_that_one_edit_cures_is_one_finding(diagnosis: Diagnosis, render: Callable[..., str]) -> None:
+    page = render(loop_with_its_reads(diagnosis), root=ROOT)
+    assert page.count("train.py:84") == 1
+    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert "149 launches and 149 reads for 149 tensors (1 loop a step)" in text
+    assert "cured with it host-sync: reads a device value, 149 a step; alone 5.4 of 25.2 ms, 21 %" in text
+    assert not re.search(r"(?m)^5  ", page)  # five findings, four places to change
+
+
+def test_two_findings_of_a_line_with_the_same_advice_are_one_place(diagnosis: Diagnosis) -> None:
+    read = diagnosis.findings[0]
+    shown = replace(read, kind="format_tensor", title="formats a device tensor into text", count=2)
+    page = render_text(replace(diagnosis, findings=(read, shown)), root=ROOT)
+    assert page.count("train.py:84") == 1
+    assert "cured with it   host-sync: formats a device tensor into text, 2 a step" in page
+
+
+def test_what_another_edit_cures_keeps_its_own_place(diagnosis: Diagnosis) -> None:
+    read, copy = diagnosis.findings[:2]
+    other = replace(copy, site=read.site)
+    wrong = replace(read, severity=Severity.ERROR)  # said in full, whatever cures it
+    page = render_text(replace(diagnosis, findings=(read, other, wrong)), root=ROOT)
+    assert page.count("train.py:84") == 3
+    assert "cured with it" not in page
+
+
+def test_both_rates_rest_on_the_mean_step_and_say_so(diagnosis: Diagnosis) -> None:
+    page = render_text(replace(diagnosis, steps_per_s=31.45, samples_per_s=503.2, samples_per_step=16.0))
+    assert "31.4 steps/s, 503 samples/s (mean step of 31.8 ms, 16 samples a step)" in page
+    page = render_text(replace(diagnosis, steps_per_s=2.0, samples_per_s=2.0, samples_per_step=1.0))
+    assert "2 steps/s, 2 samples/s (mean step of 500 ms, 1 sample a step)" in page
+    assert "throughput" not in render_text(replace(diagnosis, steps_per_s=None, samples_per_s=None))

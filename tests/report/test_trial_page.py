@@ -49,6 +49,16 @@ def test_the_dearest_comes_first_and_a_bound_under_its_finding() -> None:
     assert "no difference (less than 6 % of the step)" in page  # 1 + 2 of 50 ms
 
 
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    one = replace(OUTCOME, num_steps=1, rounds=1, counted=1, left_out=1)
+    page = " ".join(render_trial(one).split())
+    assert "1 step, 1 round of blocks of 1 step, 95 % intervals" in page
+    assert "1 more finding was not tried" in page
+    page = " ".join(render_trial(replace(one, num_steps=40, rounds=2, counted=5, left_out=2)).split())
+    assert "40 steps, 2 rounds of blocks of 5 steps, 95 % intervals" in page
+    assert "2 more findings were not tried" in page
+
+
 def test_it_ends_in_the_order_with_the_lines_to_change() -> None:
     ending = render_trial(OUTCOME).split("Fix in this order\n")[1]
     assert ending.index("train.py:7") < ending.index("new line 7") < ending.index("train.py:3")

@@ -12,7 +12,17 @@ import pytest
 from perfdoctor.diagnose.finding import Diagnosis, StepTime
 from perfdoctor.report.verdicts import best_of, ranked, render_verdicts, render_verdicts_json, verdicts_schema
 from perfdoctor.trial.estimate import Estimate
-from perfdoctor.trial.verdict import NOT_COMPARED, Parity, SpeedUp, Verdict, failed, judge_parity, refused, untried
+from perfdoctor.trial.verdict import (
+    NOT_COMPARED,
+    SPENT,
+    Parity,
+    SpeedUp,
+    Verdict,
+    failed,
+    judge_parity,
+    refused,
+    untried,
+)
 
 MS = 1_000_000
 SAME = Parity(kept=True, text="losses equal bit for bit", difference=0.0, repeat=0.0, num_losses=8)
@@ -75,12 +85,44 @@ def test_what_a_treatment_is_for_stands_beside_what_replay_had_predicted(diagnos
 
 
 def test_nothing_faster_is_said(diagnosis: Diagnosis) -> None:
-    page = render_verdicts((SLOWER, untried("compile", "the time was spent")), diagnosis)
-    assert page.endswith("Nothing was found faster. Not tried: 1; give it more --seconds, or more steps.\n")
+    page = render_verdicts((SLOWER, untried("compile", "the script ended first")), diagnosis)
+    assert page.endswith("Nothing was found faster. Not tried, or not decided: 1.\n")
+    assert "To go on" not in page
     page = render_verdicts((SLOWER,), diagnosis)
     assert page.endswith("Nothing to change: no treatment made this loop faster.\n")
     document = _check((SLOWER,), diagnosis)
     assert (document["best"], document["lines"]) == (None, [])
+
+
+def test_what_the_time_did_not_suffice_for_gets_a_command_that_names_the_script(diagnosis: Diagnosis) -> None:
+    few = _verdict("pin_memory", 3, False, "only 2 pairs of processes fitted into the time: not decided")
+    late = (SMALL, few, untried("compile + prefetch", SPENT), untried("tf32", "the script ended first"))
+    page = render_verdicts(late, diagnosis, again=lambda names: f"try {' '.join(names)} on train.py")
+    assert "   try pin_memory compile prefetch on train.py\n" in page
+    assert page.endswith("   line of prefetch\n")  # the lines to change come last
+    assert "trial --treat=pin_memory,compile,prefetch train.py" in render_verdicts(late, diagnosis)
+    assert _check(late, diagnosis)["again"].endswith("train.py, 10 steps")  # the source, where nothing else is given
+    assert _check((SMALL,), diagnosis)["again"] is None
+
+
+def test_processes_are_told_with_their_number_and_why(diagnosis: Diagnosis) -> None:
+    apart: dict[str, Any] = {"num_processes": 13, "why_processes": "cuDNN keeps its choice"}
+    page = render_verdicts((_verdict("cudnn_benchmark", 4, True, **apart), SLOWER), diagnosis)
+    assert "1 timed in blocks of steps with and without in turn, 1 in processes of their own" in page
+    assert "processes      13 processes of 8 steps: cuDNN keeps its choice" in page
+    rejected = _verdict("cudnn_benchmark", 0, False, "no difference: the interval holds zero", **apart)
+    page = " ".join(render_verdicts((rejected,), diagnosis).split())
+    assert "(-0.50 to 0.50 ms saved); 13 processes of 8 steps: cuDNN keeps its choice" in page
+    (row,) = _check((rejected,), diagnosis)["verdicts"]
+    assert (row["num_processes"], row["why_processes"]) == (13, "cuDNN keeps its choice")
+
+
+def test_the_lines_say_where_they_go(diagnosis: Diagnosis) -> None:
+    page = render_verdicts((SMALL,), diagnosis)
+    places = [f.site.frame.line for f in diagnosis.findings if f.site and f.code in ("pageable-copy", "data-wait")]
+    ending = page[page.index("Lines to change") :]
+    assert places
+    assert all(f":{line}" in ending for line in places)
 
 
 def test_a_rejected_set_leaves_the_best_single_one(diagnosis: Diagnosis) -> None:

@@ -10,30 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import perfdoctor
+from perfdoctor.errors import TreatmentRefused
 from perfdoctor.treat.dynamo_state import forced_backend
 from perfdoctor.treat.switches import TREATMENTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "treatments.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 ON_THE_HOST = "graph_breaks"  # the emulated device hides the compiler
-
-
-def names(device: str) -> dict[str, Any]:
-    """What the page takes for granted."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = (torch.ones(5, 4, device=device), torch.zeros(5, 2, device=device))
-    return {
-        "device": device, "model": model, "optimizer": optimizer, "batch": batch, "x": batch[0], "y": batch[1],
-        "loader": DataLoader(TensorDataset(torch.randn(20, 4), torch.randn(20, 2)), batch_size=5),
-        "criterion": nn.MSELoss(), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10), "loss": batch[0].mean(),
-        "writer": lambda reading: None, "metrics": perfdoctor.DeviceMetrics(),
-    }  # fmt: skip
 
 
 @pytest.fixture(params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -47,24 +32,43 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def needs_cuda(block: str) -> bool:
-    return "graphed_step(" in block
+NEEDS_A_DEVICE = "graphed_step("  # the emulated one will do
 
 
-@pytest.mark.parametrize("index", range(len(BLOCKS)))
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # no step before, on a GPU
-def test_a_block_runs(index: int, device: str, request: pytest.FixtureRequest) -> None:
+def run_page(index: int) -> dict[str, Any]:
+    """What is there after the page's first block, its preamble, and one other."""
+    torch.manual_seed(0)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    for at in (0, index):
+        exec(compile(BLOCKS[at], f"docs/treatments.md, block {at}", "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("index", range(1, len(BLOCKS)))
+def test_a_block_runs_behind_the_preamble_alone(
+    index: int, device: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     block = BLOCKS[index]
     kind = request.node.callspec.params["device"]
-    if kind == "cpu" and needs_cuda(block):
-        pytest.skip("needs a CUDA device, or the emulated one")
     if kind == "emulated" and ON_THE_HOST in block:
         pytest.skip("runs on the CPU: the emulated device hides the compiler")
-    space = names(device)
-    exec(BLOCKS[0], space)  # train_step, and the imports
+    if kind == "cpu" and NEEDS_A_DEVICE in block:
+        with pytest.raises(TreatmentRefused, match="CUDA"):
+            run_page(index)
+        return
     with forced_backend("eager") if ON_THE_HOST in block else nullcontext():  # no C++ compiler needed
-        exec(compile(block, f"docs/treatments.md, block {index}", "exec"), space)
+        space = run_page(index)
+    assert space["device"] == device
+    assert space["loss"].isfinite()
     assert all(bool(p.isfinite().all()) for p in space["model"].parameters())
+
+
+def test_the_page_says_which_block_needs_a_gpu() -> None:
+    sections = dict(re.findall(r"^## (.*?)$\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+    for heading, text in sections.items():
+        assert ("Needs a GPU" in text) == (
+            NEEDS_A_DEVICE in "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+        ), heading
 
 
 def test_the_page_has_a_block_for_each_treatment() -> None:

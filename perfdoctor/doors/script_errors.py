@@ -1,0 +1,26 @@
+"""What a script died of, caught on its way to the screen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def caught_errors() -> Iterator[list[BaseException]]:
+    """The errors that ended the script; they are printed as ever."""
+    errors: list[BaseException] = []
+    before: Callable[..., Any] = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        errors.append(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    try:
+        yield errors
+    finally:
+        if sys.excepthook is hook:
+            sys.excepthook = before
