@@ -56,6 +56,7 @@ class HostRing:
         walker = compiled_walker() if type(block) is Tensor else None
         if walker is None:
             return
+        self._arrays = [target.numpy() for target in self._targets]  # their tolist() is five times as fast
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side), torch.no_grad():
             pinned.copy_(block, non_blocking=True)
@@ -66,7 +67,6 @@ class HostRing:
             handles = (self._side.cuda_stream, ready.cuda_event, copied.cuda_event)
             self._handles.append((target.data_ptr(), source.data_ptr(), num_bytes, *handles))
         self.addresses = [source.data_ptr() for source in self.sources]
-        self._arrays = [target.numpy() for target in self._targets]  # their tolist() is five times as fast
         self._walker = walker
 
     @property

@@ -51,6 +51,8 @@ def graph_refusal(model: torch.nn.Module) -> str:
             return f"{title} is compiled or wrapped for several devices: it launches in its own way"
         if isinstance(module, torch.jit.ScriptModule):
             return f"{title} is a TorchScript module"
+        if isinstance(module, torch.nn.RNNBase):
+            return f"{title} lays its weights out anew for whatever stands in for them, which a graph would not follow"
         if "forward" in vars(module):
             return f"the forward of {title} was replaced by another tool"
         if module is not model and any(getattr(module, each, None) for each in _HOOKS):

@@ -69,6 +69,9 @@ class StandIns:
     def addresses(self) -> tuple[int, ...]:
         return tuple([p.data_ptr() for p in self.originals])
 
+    def leaf_addresses(self) -> tuple[int, ...]:
+        return tuple([leaf.data_ptr() for leaf in self.leaves])
+
 
 def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     leaf = torch.nn.Parameter(parameter.detach())
@@ -103,8 +106,8 @@ class ModelGraph:
 
     @property
     def current(self) -> bool:
-        """Whether the parameters still lie where the graphs expect them."""
-        return self._addresses == self._stand_ins.addresses()
+        """Whether the parameters, and what stood in for them, still lie where the graphs expect them."""
+        return self._addresses == self._stand_ins.addresses() == self._stand_ins.leaf_addresses()
 
     def _fix(self, tensor: torch.Tensor) -> torch.Tensor:
         self._static.append(tensor.detach().clone())

@@ -201,6 +201,8 @@ class NeutralGraph(Neutraliser):
         graph.warm_up()  # lazy work over, so that the guard hears the model alone
         python.restore()
         before.restore()
+        if not graph.current:
+            return "the model moves its parameters when it is called, which a graph would not follow"
         with sync_guard(budget=_ENDLESS, mode="record") as guard:
             graph.warm_up()
         found = [row for row in guard.sites if row.meaning.code in _STALLS and not own_copy(row)]

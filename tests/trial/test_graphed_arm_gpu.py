@@ -136,13 +136,13 @@ def test_under_autocast() -> None:
     both(small_model, call=call)
 
 
-def test_a_recurrent_model_is_equal_or_refused() -> None:
+def test_a_recurrent_model_is_refused() -> None:
     torch.manual_seed(0)
     first = Recurrent()
     second = copy.deepcopy(first)
     plain, tried = Run(first, neutral=False), Run(second, neutral=True)
     torch.testing.assert_close(tried.losses, plain.losses)  # cuDNN's recurrent backward may add in another order
-    assert tried.why or tried.arm.num_replays == ON - 1
+    assert "LSTM lstm lays its weights out anew" in (tried.why or "")
 
 
 class Reading(nn.Module):

@@ -92,7 +92,8 @@ def test_a_session_reports_it(group: None) -> None:
 
 @pytest.mark.gpu
 def test_on_the_device_its_wait_is_priced_with_it() -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6))).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
