@@ -1,8 +1,8 @@
 """Square matrix products: time, TFLOP/s, where the cubic law starts to hold, and up to where the CPU wins.
 
 On a GPU the time is the device's: the replay of a CUDA graph of many products back to back, divided by their number.
-A small product alone is timed wrong: 1024^3 in bfloat16 took 5.4 us on an H200 in such a graph, 9.4 us between two events
-of its own, and 21 where the host did not keep up. What fits into the L2 cache is read from there. Where the CPU
+A small product alone is timed wrong: 1024^3 in bfloat16 took 5.4 us on an H200 in such a graph, 9.4 us between two
+events of its own, and 21 where the host did not keep up. What fits into the L2 cache is read from there. Where the CPU
 still wins is another question, asked by wall times from the call to the result.
 """
 
