@@ -4,10 +4,15 @@
 
 A folder is a pair (`slow.py` and `fixed.py`) or holds pairs; without one it is examples/pairs. For each pair: the truth
 (both scripts in one process, in turn: pair_scripts.py), then `perfdoctor trial` on the slow script, which gives the
-headroom from replay and the counterfactual with its interval. Errors are in percent of the slow step. A false claim
+headroom from replay and the counterfactual with its interval.
+
+Errors are in percent of the step: what is said as a share of the step in the run that says it, less the true share. One
+process to the next, a host is up to a third faster or slower: a share carries over, milliseconds do not. A false claim
 is one over 3 % where the truth is under 1 %; a missed effect is one over 5 % that was not found, or whose interval
-holds zero. About three minutes a pair with the default times: `--truth 25 --seconds 35` takes a half of that. Name a
-few folders a call, and `--merge` the JSON files for the summary of all.
+holds zero.
+
+About three minutes a pair with the default times: `--truth 25 --seconds 35` takes a half of that. Name a few folders a
+call, and `--merge` the JSON files for the summary of all.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ class PredictionRow:
     tried: float | None
     tried_low: float | None
     tried_high: float | None
+    run_step: float | None = None  # the bare step of the run that replay speaks of
+    trial_step: float | None = None  # the step without any arm on, in the trial
     why: str = ""
     seconds: float = 0.0
 
@@ -49,14 +56,24 @@ class PredictionRow:
     def truth_ratio(self) -> float:
         return self.truth.saved / self.truth.slow
 
-    def error(self, said: float | None) -> float | None:
-        """Said less true, as a share of the slow step."""
-        return None if said is None else (said - self.truth.saved) / self.truth.slow
+    @property
+    def replay_error(self) -> float | None:
+        """What replay said, as a share of the step in its own run, less the true share."""
+        return self._error(self.replay, self.run_step)
+
+    @property
+    def trial_error(self) -> float | None:
+        """What the trial said, as a share of the step in its own run, less the true share."""
+        return self._error(self.tried, self.trial_step)
+
+    def _error(self, said: float | None, step: float | None) -> float | None:
+        return None if said is None else said / (step or self.truth.slow) - self.truth_ratio
 
     @property
     def false_claim(self) -> bool:
         """The trial claims over 3 % where there is under 1 %."""
-        claimed = self.tried is not None and self.tried / self.truth.slow > _FALSE and (self.tried_low or 0) > 0
+        step = self.trial_step or self.truth.slow
+        claimed = self.tried is not None and self.tried / step > _FALSE and (self.tried_low or 0) > 0
         return claimed and self.truth_ratio < _NOTHING
 
     @property
@@ -124,6 +141,8 @@ def judge(name: str, truth: Truth, report: dict[str, Any], lines: set[int]) -> P
         tried=tried["mid_ms"] if tried else None,
         tried_low=tried["low_ms"] if tried else None,
         tried_high=tried["high_ms"] if tried else None,
+        run_step=((report.get("verdict") or {}).get("step") or {}).get("median_ms"),
+        trial_step=((report.get("trial") or {}).get("base") or {}).get("median_ms"),
         why="" if tried else _why(report, lines),
     )
 
@@ -156,22 +175,27 @@ def _loaded(row: dict[str, Any]) -> PredictionRow:
     return PredictionRow(**{**row, "truth": Truth(**row["truth"])})
 
 
-_HEAD = f"{'pair':18}{'slow':>7}{'fixed':>8}  {'measured (95 %)':24}{'replay':>8}{'error':>8}  " \
-        f"{'counterfactual (95 %)':26}{'error':>7}  found"  # fmt: skip
+_HEAD = f"{'pair':18}{'slow':>7}{'fixed':>8}  {'measured (95 %)':24}{'replay':>14}{'error':>8}  " \
+        f"{'counterfactual (95 %)':34}{'error':>7}  found"  # fmt: skip
 
 
 def format_row(row: PredictionRow) -> str:
     """One line of the table."""
     truth = row.truth
     measured = f"{truth.saved:6.2f} ({truth.low:.2f} to {truth.high:.2f})"
-    tried = "-" if row.tried is None else f"{row.tried:6.2f} ({row.tried_low:.2f} to {row.tried_high:.2f})"
-    replay = "-" if row.replay is None else f"{row.replay:.2f}"
+    interval = "" if row.tried is None else f" ({row.tried_low:.2f} to {row.tried_high:.2f})"
+    tried = _of(row.tried, row.trial_step) + interval
+    replay = _of(row.replay, row.run_step)
     flag = " FALSE CLAIM" if row.false_claim else " MISSED" if row.missed else ""
-    replay_error, tried_error = _percent(row.error(row.replay)), _percent(row.error(row.tried))
+    replay_error, tried_error = _percent(row.replay_error), _percent(row.trial_error)
     return (
-        f"{row.name:18}{truth.slow:7.2f}{truth.fixed:8.2f}  {measured:24}{replay:>8}{replay_error:>8}  "
-        f"{tried:26}{tried_error:>7}  {row.codes}{flag} {row.why}".rstrip()
+        f"{row.name:18}{truth.slow:7.2f}{truth.fixed:8.2f}  {measured:24}{replay:>14}{replay_error:>8}  "
+        f"{tried:34}{tried_error:>7}  {row.codes}{flag} {row.why}".rstrip()
     )
+
+
+def _of(said: float | None, step: float | None) -> str:
+    return "-" if said is None else f"{said:.2f}" + (f" of {step:.1f}" if step else "")
 
 
 def _percent(ratio: float | None) -> str:
@@ -181,8 +205,8 @@ def _percent(ratio: float | None) -> str:
 def summary(rows: Sequence[PredictionRow]) -> list[str]:
     """Median and worst error of both, false claims, missed effects."""
     lines = []
-    for name, key in (("replay", "replay"), ("counterfactual", "tried")):
-        errors = [abs(error) for row in rows if (error := row.error(getattr(row, key))) is not None]
+    for name, key in (("replay", "replay_error"), ("counterfactual", "trial_error")):
+        errors = [abs(error) for row in rows if (error := getattr(row, key)) is not None]
         if errors:
             lines.append(
                 f"{name}: median error {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} % of the step, "

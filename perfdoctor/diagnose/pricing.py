@@ -10,6 +10,7 @@ import numpy as np
 from perfdoctor.diagnose.finding import Headroom
 from perfdoctor.diagnose.host_time import UNTRACED
 from perfdoctor.diagnose.replay import Edits, Replay
+from perfdoctor.diagnose.tracing_cost import measured_call_ns
 from perfdoctor.record.capture import CallKind, Costs
 from perfdoctor.record.timeline import Timeline
 
@@ -22,6 +23,7 @@ _TRACED_SHARE = 0.2
 _BACK_TO_BACK = 5  # percentile of the intervals between launches that stands for such a loop
 _SPREAD = 0.7  # how far a guessed cost may be off; a guessed share half as far
 _SPREAD_MEASURED = 0.8  # tight launches against real loops: see _fitted
+_SPREAD_IN_LOOP = 0.4  # one phase of a loop against another: 4 and 10 us a call at most on an H200's host
 _FIT_STEPS = 8
 _SHARES = (-0.5, 0.9)
 _FITS = 0.05  # within this the measured costs give the bare step as they are
@@ -106,6 +108,9 @@ def _cost_levels(timeline: Timeline) -> tuple[Costs, Costs, Costs]:
     given = timeline.capture.costs
     likely = given if given.measured else _estimated(timeline)
     spread = _SPREAD_MEASURED if given.measured else _SPREAD
+    in_loop = measured_call_ns(timeline) if given.measured else None
+    if in_loop is not None and in_loop > likely.call_ns:  # a tight loop's launches are the least that it costs
+        likely, spread = replace(likely, call_ns=in_loop), _SPREAD_IN_LOOP
 
     def scaled(factor: float) -> Costs:
         return replace(

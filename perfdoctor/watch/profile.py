@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +18,8 @@ from perfdoctor.record.capture import Capture, Costs
 from perfdoctor.watch.patches import Patches
 
 LIGHT, FULL = ("CUDA",), ("CPU", "CUDA")
+_TEARDOWN = "TEARDOWN_CUPTI"
+_CALLS_UNTIL_DETACHED = 5
 
 
 class Window(Protocol):
@@ -132,6 +136,36 @@ class ProfileWindow:
             return prepare(profiler)
 
         self._patches.replace(profile, "_prepare_trace", prepare_trace)
+
+
+def detach_tracer() -> None:
+    """After the last recording: have CUPTI leave the process. It stays by default, and every launch goes through it.
+
+    Kineto detaches it at the end of a recording where TEARDOWN_CUPTI=1 (a setting of yours is left alone), in a thread
+    of its own and at the next CUDA call. So here is a recording of nothing and a few such calls. Not before CUDA 12.6,
+    where graphs broke by it (pytorch/pytorch#150957). Waits for the device; 60 ms.
+    """
+    from torch import profiler
+
+    torch: Any = sys.modules["torch"]
+    if _TEARDOWN in os.environ or _cuda_version() < (12, 6) or profiler_running():
+        return
+    os.environ[_TEARDOWN] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]):
+                torch.cuda.synchronize()
+        for _ in range(_CALLS_UNTIL_DETACHED):
+            torch.cuda.synchronize()
+            time.sleep(0.01)
+    finally:
+        os.environ.pop(_TEARDOWN, None)
+
+
+def _cuda_version() -> tuple[int, ...]:
+    version = sys.modules["torch"].version.cuda
+    return tuple(int(part) for part in version.split(".")[:2]) if version else (0,)
 
 
 def profiler_running() -> bool:

@@ -18,7 +18,7 @@ from perfdoctor.watch.constructions import OptimizerConstructions
 from perfdoctor.watch.garbage import CollectionHook
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Plan, Row, Stage
-from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow, Window, profiler_running
+from perfdoctor.watch.profile import FULL, LIGHT, ProfileWindow, Window, detach_tracer, profiler_running
 from perfdoctor.watch.ranges import PhaseRanges
 from perfdoctor.watch.sampler import StackSampler
 from perfdoctor.watch.settling import Settling
@@ -200,7 +200,10 @@ class Recorder:
         self._in_stage = 0
 
     def _change_to(self, stage: Stage) -> None:
+        left = self.windows.get(self.stage)
         self._leave(self.stage)
+        if stage == Stage.DONE and isinstance(left, ProfileWindow) and cuda_active():
+            detach_tracer()
         self.stage = stage
         self._enter(stage)
 

@@ -119,10 +119,17 @@ def test_the_dearer_finding_speaks_for_its_line() -> None:
 def test_one_guilty_line_is_judged_by_its_own_figure() -> None:
     row = judge("a", _truth(10), _report([_finding(9, 4.0, 4.0), _finding(7, 12.0, 10.5)]), {7})
     assert (row.replay, row.tried) == (12.0, 10.5)
-    assert row.error(row.replay) == pytest.approx(0.04)
-    assert row.error(row.tried) == pytest.approx(0.01)
+    assert row.replay_error == pytest.approx(0.04)
+    assert row.trial_error == pytest.approx(0.01)
     assert not row.missed
     assert not row.false_claim
+
+
+def test_what_is_said_is_a_share_of_the_step_in_its_own_run() -> None:
+    report = _report([_finding(7, 15.0, 12.0)], base={"median_ms": 60.0})
+    row = judge("a", _truth(10), {**report, "verdict": {"step": {"median_ms": 100.0}}}, {7})
+    assert row.replay_error == pytest.approx(0.15 - 0.2)  # 15 of 100 ms, in truth 10 of 50
+    assert row.trial_error == pytest.approx(0.0)  # 12 of 60
 
 
 def test_several_guilty_lines_are_judged_together() -> None:

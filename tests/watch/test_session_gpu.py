@@ -1,5 +1,7 @@
 """A whole session on a GPU: phases, costs, recordings, and nothing left behind."""
 
+import os
+
 import pytest
 import torch
 
@@ -54,3 +56,24 @@ def test_the_users_own_profiler_is_left_alone():
         train(40)
     assert any("gemm" in event.key.lower() or "kernel" in event.key.lower() for event in mine.key_averages())
     assert any(note.code == "profiler-busy" for note in session.capture.notes)
+
+
+def test_the_tracer_leaves_and_a_later_recording_is_whole(monkeypatch):
+    """After a session CUPTI is detached; sessions behind it, and graphs made before it, work as ever."""
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    x = torch.ones(64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+    kernels = []
+    for _ in range(3):
+        with watch(warmup=3, active=6) as session:
+            train(60)
+        work = session.capture.work
+        kernels.append(int((work.kind == WorkKind.KERNEL).sum()))
+        assert "TEARDOWN_CUPTI" not in os.environ
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, x * 2)
+    assert kernels[0] > 6 * 20
+    assert max(kernels) - min(kernels) <= 6
