@@ -6,6 +6,7 @@ it is made; a range here ends on every way out, and a generator's range covers e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -30,6 +31,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SUSPENDING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# Whoever hands a range to an ExitStack may leave it on another turn too.
+_ENTER_CONTEXT = contextlib.ExitStack.enter_context.__code__  # AsyncExitStack inherits the same one
 _compiling = torch.compiler.is_compiling
 _thread = threading.get_ident
 
@@ -47,7 +50,7 @@ class annotate:
     listens a range costs less than 1 us. Ranges end on every way out of the block. In a generator or a coroutine the
     block may be left on another turn than the one that entered it, so there NVTX's start/end ranges are used, which
     may overlap, in place of its push/pop ranges, which must nest. Inside a graph of torch.compile it is left out, and
-    breaks no graph.
+    breaks no graph: make it there, `with annotate("name"):`, since torch cannot enter an object made outside.
 
     Raises:
         UsageError: `name` is no string, or is empty.
@@ -58,12 +61,14 @@ class annotate:
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise UsageError(f"annotate() needs a name, a string that is not empty; got {name!r}")
-        self._name = name
+        # NVTX and torch take UTF-8: a file's name may hold what is none.
+        self._name = name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
         self._open: list[tuple[int, Any, Any]] = []  # (thread, NVTX range, profiler range)
 
     def __enter__(self) -> Self:
         if not _compiling():
-            self._begin(sys._getframe(1).f_code.co_flags & _SUSPENDING)
+            code = sys._getframe(1).f_code
+            self._begin(code.co_flags & _SUSPENDING or code is _ENTER_CONTEXT)
         return self
 
     def __exit__(
@@ -79,9 +84,12 @@ class annotate:
             UsageError: it is no function: a class, say, would no longer be one.
         """
         name = self._name
+        if isinstance(function, classmethod | staticmethod):
+            return type(function)(self(function.__func__))  # type: ignore[return-value]
         if isinstance(function, type) or not callable(function):
             raise UsageError(
-                f"@annotate({name!r}) belongs on a function, not on {function!r}; of a class, on its methods"
+                f"@annotate({name!r}) belongs on a function, not on {function!r}; of a class, on its methods, "
+                "and under @property"
             )
         if inspect.isgeneratorfunction(function):
             return cast("Callable[P, R]", _annotated_generator(name, function))
@@ -97,7 +105,7 @@ class annotate:
 
         return annotated
 
-    def _begin(self, suspending: int) -> None:
+    def _begin(self, suspending: int | bool) -> None:
         handle = _start(self._name) if suspending else _push(self._name)
         record = None
         if _profiler._is_profiler_enabled:
@@ -153,6 +161,8 @@ def _annotated_generator(name: str, function: Callable[..., Any]) -> Any:
 
     @functools.wraps(function)
     def annotated(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        if _compiling():
+            return (yield from function(*args, **kwargs))
         turns = function(*args, **kwargs)
         resume: Callable[[], Any] = functools.partial(next, turns)
         while True:

@@ -39,7 +39,7 @@ class CollectionHook:
         generation = int(details.get("generation", 0))
         thread = threading.get_native_id()
         self._pauses.append(Pause(self._start_ns, now, thread, f"gc:{generation}", int(details.get("collected", -1))))
-        frame = sys._getframe(1)
+        frame = sys._getframe().f_back  # None where a thread without Python's frames, or the end of Python, collects
         # An automatic collection comes up at any instruction; only gc.collect() has a line that is to blame.
-        if generation == 2 and called_name(frame) == "collect":
+        if frame is not None and generation == 2 and called_name(frame) == "collect":
             self._log.add("python_gc", frame, self._start_ns, now)

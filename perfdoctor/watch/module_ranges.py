@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from torch.autograd import Variable
 
 from perfdoctor.errors import UsageError
 from perfdoctor.watch.annotate import Overlapping, annotate
+from perfdoctor.watch.module_hooks import ModuleHook, keep_from_scripting
+from perfdoctor.watch.patches import Patches
 
 _compiling = torch.compiler.is_compiling
 
@@ -25,10 +28,11 @@ def module_ranges(model: nn.Module, depth: int = 2) -> ModuleRanges:
             train(model)
 
     Ranges are named `blocks.0.mlp` and `blocks.0.mlp backward`. The backward range of a call begins when the gradient
-    of its first output node is asked for and ends when those of its inputs are known; where no input needs a gradient
-    it ends with the whole backward pass. Hooks on autograd's nodes and tensors only look: numerics and views stay as
-    they are. A part that torch.compile wraps has one range for its call; what lies inside has none, since it runs as a
-    graph. Parts compiled in place (`part.compile()`) and scripted ones are left out.
+    of its first output node is asked for and ends when those of its inputs are known; where no input comes out of a
+    graph it ends with the whole backward pass. A module that hands its input on has none. Hooks on autograd's nodes and
+    tensors only look: numerics and views stay as they are. A part that torch.compile wraps has one range for its call;
+    what lies inside has none, since it runs as a graph. Parts compiled in place (`part.compile()`) and scripted ones
+    are left out.
 
     Raises:
         UsageError: `model` is no nn.Module, or is compiled as a whole, or `depth` is under 1.
@@ -51,12 +55,15 @@ class ModuleRanges:
     """The hooks of one `module_ranges` call; `remove()` takes them away, also at the end of a `with` block."""
 
     def __init__(self, model: nn.Module, depth: int) -> None:
-        self._open: dict[tuple[int, str], list[annotate]] = {}
+        self._open: dict[tuple[int, str], list[_Call]] = {}
         self._hooks: list[Any] = []
+        self._patches = Patches()
+        keep_from_scripting(self._patches)
         for name, module in _modules(model, depth):
-            self._hooks.append(module.register_forward_pre_hook(self._entered(name), with_kwargs=True))
+            enter, leave = ModuleHook(self._entered(name)), ModuleHook(self._left(name))
+            self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             # Also where forward() raises, so that its range ends.
-            self._hooks.append(module.register_forward_hook(self._left(name), with_kwargs=True, always_call=True))
+            self._hooks.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
 
     def __enter__(self) -> Self:
         return self
@@ -67,29 +74,74 @@ class ModuleRanges:
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks away. Safe to call twice."""
+        """Take the hooks away, and end what this thread has open: a call that removes them midway is not told its end.
+        Safe to call twice."""
+        self._patches.undo()
         while self._hooks:
             self._hooks.pop().remove()
+        own = [call for (thread, _), calls in self._open.items() if thread == threading.get_ident() for call in calls]
+        for call in sorted(own, key=lambda call: call.number, reverse=True):  # they nest
+            call.end()
+        self._open = {key: calls for key, calls in self._open.items() if key[0] != threading.get_ident()}
 
     def _entered(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not _compiling():
-                entered = annotate(name)
-                self._open.setdefault((threading.get_ident(), name), []).append(entered)
-                entered.__enter__()
+                call = _Call(name, (args, kwargs))
+                self._open.setdefault((threading.get_ident(), name), []).append(call)
+                call.begin()
 
         return enter
 
     def _left(self, name: str) -> Any:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _compiling():
-                return
-            entered = self._open.get((threading.get_ident(), name))
-            if entered:
-                entered.pop().__exit__(None, None, None)
-            _watch_backward(f"{name} backward", (args, kwargs), output)
+            calls = self._open.get((threading.get_ident(), name)) if not _compiling() else None
+            if calls:
+                call = calls.pop()
+                call.end()
+                call.watch_backward(output)
 
         return leave
+
+
+_numbers = itertools.count()
+
+
+class _Call:
+    """One call of a module: its forward range, and the backward range that its inputs will end."""
+
+    __slots__ = ("_came", "_range", "_turn", "number")
+
+    def __init__(self, name: str, inputs: Any) -> None:
+        self.number = next(_numbers)
+        self._range = annotate(name)
+        # Not leaves: hooks on a weight that is passed in, or on data, outlive the graph, one more with every step.
+        came = [tensor for tensor in _tensors(inputs) if tensor.grad_fn is not None] if torch.is_grad_enabled() else []
+        self._turn = _BackwardRange(f"{name} backward", num_inputs=len(came))
+        # Now: the module may change them in place, and they come from elsewhere then.
+        self._came = [(tensor, tensor.grad_fn, tensor.output_nr, self._hooked(tensor)) for tensor in came]
+
+    def _hooked(self, tensor: Tensor) -> Any:
+        return tensor.register_hook(self._turn.arrived)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        self._range.__enter__()
+
+    def end(self) -> None:
+        self._range.__exit__(None, None, None)
+
+    def watch_backward(self, output: Any) -> None:
+        """Hook the nodes that the output came from. An input that is handed on as it came has no backward here."""
+        if not torch.is_grad_enabled():
+            return
+        for tensor, node, _, hook in self._came:
+            if tensor.grad_fn is node:  # after those of the modules inside, whose ranges lie in this one
+                hook.remove()
+                self._hooked(tensor)
+        came = {(node, number) for _, node, number, _ in self._came}
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None and (tensor.grad_fn, tensor.output_nr) not in came:
+                tensor.grad_fn.register_prehook(self._turn.begin)
 
 
 def _compiled(model: Any) -> nn.Module | None:
@@ -135,27 +187,15 @@ def _modules(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module]]:
 _NOT_CALLED: Any = nn.Module.forward  # of ModuleList and ModuleDict, which only hold others
 
 
-def _watch_backward(name: str, inputs: Any, output: Any) -> None:
-    """Hook the nodes that the output came from and the tensors that went in."""
-    made = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
-    came = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
-    if not torch.is_grad_enabled() or not made:
-        return
-    turn = _BackwardRange(name, missing=len(came))
-    for node in made:
-        node.register_prehook(turn.begin)
-    for tensor in came:
-        tensor.register_hook(turn.arrived)  # type: ignore[no-untyped-call]
-
-
 class _BackwardRange:
-    """One call's backward: begun once, ended once, whichever thread of autograd's does it."""
+    """One call's backward: begun once, ended once, whichever thread of autograd's does it; again where the graph is
+    kept for another pass."""
 
-    __slots__ = ("_missing", "_name", "_range")
+    __slots__ = ("_missing", "_name", "_num_inputs", "_range")
 
-    def __init__(self, name: str, missing: int) -> None:
+    def __init__(self, name: str, num_inputs: int) -> None:
         self._name = name
-        self._missing = missing
+        self._missing = self._num_inputs = num_inputs
         self._range: Overlapping | None = None
 
     def begin(self, gradients: Any) -> None:
@@ -163,7 +203,7 @@ class _BackwardRange:
             self._range = Overlapping(self._name)
             self._range.begin()
             # Also where an input gets no gradient, or none needs one.
-            Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self.finished)  # type: ignore[attr-defined]
 
     def arrived(self, gradient: Tensor) -> None:
         self._missing -= 1
@@ -174,6 +214,10 @@ class _BackwardRange:
         if self._range is not None:
             self._range.end()
             self._range = None
+
+    def finished(self) -> None:
+        self.end()
+        self._missing = self._num_inputs
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from perfdoctor.watch.annotate import Overlapping, annotate
+from perfdoctor.watch.module_hooks import ModuleHook, keep_from_scripting
 from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
@@ -67,6 +68,7 @@ class PhaseAnnotations:
         tensor: Any = torch.Tensor
         for name, replacement in (("to", self._to), ("cuda", self._to), ("copy_", self._copy_into)):
             patches.replace(tensor, name, TensorMethod(getattr(tensor, name), replacement))
+        keep_from_scripting(patches)
         self._watch_logging()
         self._handles += [
             register_optimizer_step_pre_hook(self._update_began),
@@ -120,8 +122,8 @@ class PhaseAnnotations:
         if _has_compiled():
             return
         for module in _outermost_modules(optimizer):
-            self._handles.append(module.register_forward_pre_hook(self._entered))
-            self._handles.append(module.register_forward_hook(self._left, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(self._entered)))
+            self._handles.append(module.register_forward_hook(ModuleHook(self._left), always_call=True))
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         if _compiling():

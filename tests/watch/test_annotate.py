@@ -1,6 +1,7 @@
 """Ranges end on every way out; who listens sees them. NVTX itself is looked at through nsys elsewhere."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -231,7 +232,80 @@ def test_async_generator_is_a_range_for_each_turn(calls):
     assert [kind for kind, _ in names(calls)] == ["start", "end"] * (3 + 4)
 
 
-@pytest.mark.parametrize("target", [dict, 3, None])
+@pytest.mark.parametrize("target", [dict, 3, None, property(lambda self: 1)])
 def test_only_functions_are_decorated(target):
     with pytest.raises(UsageError, match="belongs on a function"):
         annotate("load")(target)
+
+
+def test_methods_of_every_kind_whichever_decorator_is_first(calls):
+    class Loss:
+        @annotate("a")
+        @staticmethod
+        def outer_static(x):
+            return x
+
+        @staticmethod
+        @annotate("b")
+        def inner_static(x):
+            return x
+
+        @annotate("c")
+        @classmethod
+        def outer_class(cls, x):
+            return cls, x
+
+        @classmethod
+        @annotate("d")
+        def inner_class(cls, x):
+            return cls, x
+
+        @annotate("e")
+        @classmethod
+        async def waits(cls, x):
+            return x
+
+        @property
+        @annotate("f")
+        def scale(self):
+            return 2
+
+    loss = Loss()
+    assert loss.outer_static(1) == Loss.outer_static(1) == loss.inner_static(1) == Loss.inner_static(1) == 1
+    assert loss.outer_class(1) == Loss.outer_class(1) == loss.inner_class(1) == Loss.inner_class(1) == (Loss, 1)
+    assert asyncio.run(loss.waits(3)) == 3
+    assert loss.scale == 2
+    assert [name for kind, name in names(calls) if kind in ("push", "start")] == list("aabbccddef")
+    assert [kind for kind, _ in names(calls)] == ["push", "pop"] * 8 + ["start", "end"] + ["push", "pop"]
+
+
+def test_block_held_by_a_stack_may_overlap_too(calls):
+    def batches(name):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(annotate(name))
+            yield 1
+
+    first, second = batches("first"), batches("second")
+    next(first), next(second)
+    assert list(first) == list(second) == []
+    assert names(calls) == [("start", "first"), ("start", "second"), ("end", None), ("end", None)]
+
+
+def test_a_generator_breaks_no_graph(calls):
+    @annotate("turn")
+    def parts(x):
+        for number in range(3):
+            yield x * number
+
+    compiled = torch.compile(lambda x: sum(parts(x)), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
+    assert calls == []
+    assert torch.equal(sum(parts(torch.ones(2))), torch.full((2,), 3.0))
+    assert [name for _, name in names(calls)].count("turn") == 4  # the last turn ends it
+
+
+@pytest.mark.parametrize("name", ["\udc80.bin", "a\0b", "\u00fc\u4e16"])
+def test_any_text_is_a_name(name):
+    with torch.profiler.profile(), annotate(name):
+        torch.ones(2)
+    annotate(name)(torch.ones)(2)

@@ -1,5 +1,9 @@
 """Ranges of modules, as torch.profiler records them: each with its forward and its backward, and numerics untouched."""
 
+import copy
+import itertools
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -80,16 +84,10 @@ def test_ends_where_forward_raises():
             one_step(model)
         torch.ones(2)
 
-    with module_ranges(model, depth=1):
+    with module_ranges(model, depth=1) as ranges:
         rows = recorded(step)
         assert [name for name, _, _ in rows] == ["0", "1"]
-        assert not any(entered for ranges in (model,) for entered in _open_of(ranges))
-
-
-def _open_of(model):
-    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-    states = [cell.cell_contents for hook in hooks for cell in hook.__closure__]
-    return [entered for state in states if hasattr(state, "_open") for entered in state._open.values()]
+        assert not any(ranges._open.values())
 
 
 def test_no_grad_has_no_backward():
@@ -186,3 +184,101 @@ def test_parts_compiled_one_by_one_are_one_range_each():
 def test_bad_input(model, depth, words):
     with pytest.raises(UsageError, match=words):
         module_ranges(model, depth)
+
+
+class Passing(nn.Module):
+    """Changes its first input into something else and hands the others on."""
+
+    def forward(self, x, *others):
+        return (torch.tanh(x), *others)
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return torch.relu_(x)
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Sequential()])
+def test_what_hands_its_input_on_has_no_backward(module):
+    model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 1))
+    with module_ranges(model, depth=1):
+        rows = [name for name, _, _ in recorded(lambda: one_step(model))]
+    assert rows == ["0", "1", "2", "2 backward", "0 backward"]
+
+
+@pytest.mark.parametrize("module", [InPlace(), nn.ReLU(inplace=True), nn.Hardtanh(inplace=True), nn.Tanh()])
+def test_backwards_come_one_after_the_other_in_place_too(module):
+    model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4), nn.Linear(4, 1))
+    with module_ranges(model, depth=1):
+        rows = recorded(lambda: one_step(model))[4:]
+    assert [name for name, _, _ in rows] == ["3 backward", "2 backward", "1 backward", "0 backward"]
+    assert all(before[2] <= after[1] for before, after in itertools.pairwise(rows))
+
+
+def test_an_input_that_goes_by_neither_begins_nor_lengthens_a_backward():
+    class Model(nn.Sequential):
+        def forward(self, x):
+            made = self[0](x)
+            changed, kept = self[1](made, made * 2)
+            return self[2](changed) + kept.sum()
+
+    model = Model(nn.Linear(4, 4), Passing(), nn.Linear(4, 1))
+    with module_ranges(model, depth=1):
+        rows = recorded(lambda: one_step(model))[3:]
+    assert [name for name, _, _ in rows] == ["2 backward", "1 backward", "0 backward"]
+    assert rows[1][2] <= rows[2][1]
+
+
+def test_a_graph_that_is_kept_has_as_many_backwards_as_passes():
+    model = model_of()
+
+    def twice():
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with module_ranges(model, depth=1):
+        rows = recorded(twice)[3:]
+    assert [name for name, _, _ in rows] == ["2 backward", "1 backward", "0 backward"] * 2
+    assert all(before[2] <= after[1] for before, after in zip(rows[:2] + rows[3:5], rows[1:3] + rows[4:], strict=True))
+
+
+def test_no_hook_outlives_its_step():
+    class Product(nn.Module):
+        def forward(self, x, weight):
+            return x @ weight
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.product = nn.Parameter(torch.ones(4, 4)), Product()
+
+        def forward(self, x):
+            return self.product(x, self.weight)
+
+    model, given = Model(), torch.ones(2, 4, requires_grad=True)
+    with module_ranges(model):
+        for _ in range(3):
+            model(given).sum().backward()
+    assert not given._backward_hooks
+    assert not model.weight._backward_hooks
+
+
+@pytest.mark.parametrize("carried", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_has_no_ranges(carried):
+    model = model_of()
+    with module_ranges(model):
+        one_step(model)
+        copied = carried(model)
+        names = [name for name, _, _ in recorded(lambda: one_step(copied))]
+    assert names == []
+    assert "perfdoctor" not in pickle.dumps(nn.ModuleList(copied.children())).decode("latin1")
+
+
+def test_hooks_taken_away_in_the_middle_of_a_call():
+    model = model_of()
+    ranges = module_ranges(model, depth=2)
+    model[1].first.register_forward_pre_hook(lambda *_: ranges.remove())
+    rows = recorded(lambda: one_step(model))
+    assert [name for name, _, _ in rows if "backward" not in name] == ["0", "0.first", "0.second", "1", "1.first"]
+    assert recorded(lambda: one_step(model)) == []

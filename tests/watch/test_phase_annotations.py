@@ -1,7 +1,10 @@
 """The phases of a plain loop, as torch.profiler records their ranges; everything is as before afterwards."""
 
+import copy
 import functools
+import io
 import itertools
+import pickle
 import sys
 from collections import Counter, defaultdict
 
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perfdoctor.emulate import emulate_cuda
+from perfdoctor.watch.module_ranges import module_ranges
 from perfdoctor.watch.phase_annotations import PhaseAnnotations
 from perfdoctor.watch.steps import StepDetector, now
 
@@ -157,3 +161,60 @@ def test_wrapped_functions_keep_their_name(annotations):
     annotations.install()
     assert torch.autograd.backward.__name__ == "backward"
     assert isinstance(torch.autograd.backward.__wrapped__, type(functools.wraps))
+
+
+@pytest.mark.parametrize(
+    "carry",
+    [
+        copy.deepcopy,
+        pickle.dumps,
+        torch.optim.swa_utils.AveragedModel,
+        lambda model: torch.save(model, io.BytesIO()),
+    ],
+)
+def test_a_loop_may_copy_and_save_its_model(annotations, carry):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    annotations.install()
+    step()  # with the first update come the hooks on the model
+    assert "forward" in recorded(step)
+    carried = carry(model)
+    if isinstance(carried, nn.Module):
+        assert "forward" not in recorded(lambda: carried(torch.ones(2, 4)))
+    annotations.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_saved_model_does_not_need_this_package(annotations):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    annotations.install()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert model._forward_hooks
+    saved = pickle.dumps(model)
+    assert b"perfdoctor" not in saved
+    assert torch.equal(pickle.loads(saved)(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_loop_may_script_its_model(annotations):
+    before = torch.jit._recursive.create_script_module
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    annotations.install()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with module_ranges(model):
+        hooks = [list(module._forward_hooks.values()) for module in model.modules()]
+        scripted = torch.jit.script(model)
+        assert [list(module._forward_hooks.values()) for module in model.modules()] == hooks
+    assert any(hooks)
+    assert torch.equal(scripted(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    annotations.remove()
+    assert torch.jit._recursive.create_script_module is before

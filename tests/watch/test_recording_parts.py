@@ -1,7 +1,9 @@
 """The small parts of a recording: patches, overhead, settling, profiler windows, the machine."""
 
+import _thread
 import gc
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -167,6 +169,29 @@ def test_automatic_collections_are_no_hits():
     assert [hit.kind for hit in log.hits] == ["python_gc"]
     assert [pause.name for pause in pauses][-2:] == ["gc:2", "gc:0"]
     assert len(pauses) > 2
+
+
+def test_a_collection_outside_of_any_frame_is_a_pause_only():
+    log, pauses = HitLog(), []
+    hook = CollectionHook(log, pauses)
+    # The first function of a thread has no frame below it, as where C code or the end of Python collects.
+    for phase in ("start", "stop"):
+        done = threading.Event()
+        _thread.start_new_thread(hook._collected, (phase, Told(done)))
+        assert done.wait(10)
+    assert [pause.name for pause in pauses] == ["gc:2"]
+    assert log.hits == []
+
+
+class Told(dict):
+    """Details of a full collection; says when the hook is done with them."""
+
+    def __init__(self, done):
+        super().__init__(generation=2, collected=0)
+        self.done = done
+
+    def __del__(self):
+        self.done.set()
 
 
 def test_processors_are_those_of_the_control_group(monkeypatch, tmp_path):
