@@ -123,10 +123,12 @@ def _whom(rows: Sequence[RankRow], late: int | None) -> str:
 
 
 def _slowest(rows: Sequence[RankRow], judged: Sequence[Diagnosis]) -> int:
-    """The rank with the longest step; without devices, whose ranks step in time, that with the longest waits."""
+    """The rank with the longest step of those whose device was recorded: of others little can be said. Without
+    devices, whose ranks step in time, that with the longest waits."""
     if _without_device(judged):
         return max(range(len(rows)), key=lambda i: sum(own_parts(judged[i]).values()))
-    return max(range(len(rows)), key=lambda i: rows[i].step_ns or 0)
+    recorded = [i for i, each in enumerate(judged) if each.accounting is not None]
+    return max(recorded, key=lambda i: rows[i].step_ns or 0)
 
 
 def _without_device(judged: Sequence[Diagnosis]) -> bool:
@@ -136,6 +138,8 @@ def _without_device(judged: Sequence[Diagnosis]) -> bool:
 def _page_remark(rows: Sequence[RankRow], page: int, late: int | None, judged: Sequence[Diagnosis]) -> str:
     if len(rows) < 2:
         return f"This page is of rank {rows[page].rank}, the only one with a recording."
+    if all(row.step_ns is None for row in rows):
+        return f"No step was timed on any of the {len(rows)} ranks. This page is of rank {rows[page].rank}."
     role = "with the longest waits of its own" if _without_device(judged) else "the slowest"
     if late is not None:
         role = "the late one"
@@ -151,6 +155,10 @@ def _gaps(rows: Sequence[RankRow], missing: Mapping[int, str]) -> list[str]:
     if 0 < len(without) < len(rows):
         who = f"rank {without[0]}: it" if len(without) == 1 else f"the ranks {', '.join(without)}: they"
         remarks.append(f"No step was timed on {who} did not train, or ended before.")
+    dark = [str(row.rank) for row in rows if row.busy_ratio is None and row.step_ns is not None]
+    if dark and len(dark) + len(without) < len(rows):
+        who = f"rank {dark[0]}" if len(dark) == 1 else f"the ranks {', '.join(dark)}"
+        remarks.append(f"No device work was recorded on {who}: a file that was cut, or recorded in another way?")
     if missing:
         remarks.append("Without a recording: " + "; ".join(f"rank {r}: {why}" for r, why in sorted(missing.items())))
     return remarks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class LateCallback:
     """A class whose instances are also instances of `library_bases()`, whatever that gives when they are made."""
+
+    lent: ClassVar[tuple[str, ...]] = ()  # what the library sets for a run: bound methods of the user's model
 
     @classmethod
     def library_bases(cls) -> list[type]:
@@ -18,8 +20,14 @@ class LateCallback:
         return object.__new__(_with(cls, cls.library_bases()))
 
     def __reduce__(self) -> Any:
+        """What it was told and what a subclass added, not what it has seen of a run: a copy begins anew."""
         root = next(kind for kind in type(self).__mro__ if not vars(kind).get("_perfdoctor_made"))
-        return _made_again, (root,), self.__dict__
+        own = {name: value for name, value in self.__dict__.items() if name not in self.lent}
+        return _made_again, (root,), {**own, **self.unseen()}
+
+    def unseen(self) -> dict[str, Any]:
+        """The attributes that a run changes, as they are before the first."""
+        return {}
 
 
 def _with(cls: type, bases: list[type]) -> type:

@@ -60,10 +60,15 @@ class PerfDoctorTrainerCallback(LateCallback):
         self.options = WindowOptions(
             warmup=warmup, active=active, every_n_steps=every_n_steps, report_dir=report_dir, profiled=profiled
         )
-        self._windows: Windows | None = None
-        self._patches = Patches()
-        self._trainer: Any = None
-        self._unprinted = False
+        self._windows: Windows | None
+        self._patches: Patches
+        self._trainer: Any
+        self._unprinted: bool
+        self.__dict__.update(self.unseen())
+
+    def unseen(self) -> dict[str, Any]:
+        """The attributes that a training changes, as they are before the first."""
+        return {"_windows": None, "_patches": Patches(), "_trainer": None, "_unprinted": False}
 
     @classmethod
     def library_bases(cls) -> list[type]:
@@ -97,7 +102,7 @@ class PerfDoctorTrainerCallback(LateCallback):
         return self._windows.watched if self._windows is not None else np.zeros(0, bool)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training begins: open the first window.
+        """Training is about to begin: refuse what cannot be watched.
 
         Raises:
             SessionError: another session is running, or the Trainer has a second PerfDoctorTrainerCallback.
@@ -114,9 +119,17 @@ class PerfDoctorTrainerCallback(LateCallback):
         )  # fmt: skip
         self._windows.check()
         self._trainer = trainer
-        self._windows.begin(int(state.global_step))
+        self._guard(trainer)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first epoch: open the first window. Not earlier: nobody hears of another callback that fails when the
+        training begins."""
+        windows = self._windows
+        if windows is None or windows.begun:
+            return
+        windows.begin(int(state.global_step))
         self._note_loader(kwargs.get("train_dataloader"))
-        self._guard(trainer, self._windows)
+        self._note_rare(self._trainer, windows)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Between two steps windows end and begin."""
@@ -146,18 +159,20 @@ class PerfDoctorTrainerCallback(LateCallback):
         """Training is over."""
         self._end()
 
-    def _guard(self, trainer: Any, windows: Windows) -> None:
-        """Hear of what ends the training: an exception in the loop or in another callback, or its regular end. And of
-        what is rare, where the whole run is timed."""
-        for name, noted in (("_evaluate", windows.as_evaluation), ("_save_checkpoint", windows.as_checkpoint)):
-            if windows.clock is not None and hasattr(trainer, name):
-                self._patches.replace(trainer, name, noted(getattr(trainer, name)))
+    def _guard(self, trainer: Any) -> None:
+        """Hear of what ends the training: an exception in the loop or in another callback, or its regular end."""
         parts = _PARTS if hasattr(trainer, "_run_epoch") else _OLDER_PARTS
         for name in parts:
             if hasattr(trainer, name):
                 self._patches.replace(trainer, name, self._guarded(getattr(trainer, name)))
         handler = trainer.callback_handler
         self._patches.replace(handler, "call_event", self._guarded(handler.call_event))
+
+    def _note_rare(self, trainer: Any, windows: Windows) -> None:
+        """What is rare, where the whole run is timed."""
+        for name, noted in (("_evaluate", windows.as_evaluation), ("_save_checkpoint", windows.as_checkpoint)):
+            if windows.clock is not None and hasattr(trainer, name):
+                self._patches.replace(trainer, name, noted(getattr(trainer, name)))
 
     def _guarded(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -8,6 +8,7 @@ Importing this module imports no Lightning; making a callback does.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -70,6 +71,8 @@ class PerfDoctorCallback(LateCallback):
         UsageError: a wrong number, an unknown treatment, or Lightning is not installed.
     """
 
+    lent = ("log", "log_dict")
+
     @classmethod
     def library_bases(cls) -> list[type]:
         """The Callback of each Lightning that is loaded; where none is, of one that is installed."""
@@ -92,12 +95,19 @@ class PerfDoctorCallback(LateCallback):
             warmup=warmup, active=active, every_n_steps=every_n_steps, report_dir=report_dir, profiled=profiled
         )
         self.treatments = check_names(treatments)
-        self._windows: Windows | None = None
-        self._waits: FetchWaits | None = None
-        self._phases: LightningPhases | None = None
-        self._treated: Treatments | None = None
-        self._rare = Patches()
-        self._unprinted = False
+        self._windows: Windows | None
+        self._waits: FetchWaits | None
+        self._phases: LightningPhases | None
+        self._treated: Treatments | None
+        self._rare: Patches
+        self._guard: Patches
+        self._unprinted: bool
+        self.__dict__.update(self.unseen())
+
+    def unseen(self) -> dict[str, Any]:
+        """The attributes that a fit changes, as they are before the first."""
+        nothing = dict.fromkeys(("_windows", "_waits", "_phases", "_treated"))
+        return {**nothing, "_rare": Patches(), "_guard": Patches(), "_unprinted": False}
 
     @property
     def report(self) -> Report | None:
@@ -143,6 +153,7 @@ class PerfDoctorCallback(LateCallback):
         )  # fmt: skip
         windows.check()
         self._windows = windows
+        self._hear_of_the_end(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Training begins: treat it, and open the first window."""
@@ -219,6 +230,21 @@ class PerfDoctorCallback(LateCallback):
         """Whatever happened, nothing stays hooked."""
         self._take_back(None)
 
+    def _hear_of_the_end(self, trainer: Any) -> None:
+        """Lightning tells one callback after the other of an exception, and none after one that fails at that."""
+        run = trainer.fit_loop.run
+
+        @functools.wraps(run)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except BaseException as error:
+                if self in trainer.callbacks:  # not while a tuner tries things before the training
+                    self.on_exception(trainer, None, error)
+                raise
+
+        self._guard.replace(trainer.fit_loop, "run", guarded)
+
     def _watch(self, trainer: Any) -> None:
         """A window has opened."""
         assert self._waits is not None
@@ -256,6 +282,7 @@ class PerfDoctorCallback(LateCallback):
 
     def _take_back(self, exception: BaseException | None) -> None:
         treated, self._treated = self._treated, None
+        self._guard.undo()
         try:
             if treated is not None:
                 treated.undo(exception)

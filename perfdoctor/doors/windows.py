@@ -94,6 +94,11 @@ class Windows:
             self.clock.install()
         self.open(step)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the run has begun."""
+        return self._start is not None
+
     def between_steps(self) -> None:
         """A batch begins, and windows have ended and begun: the step it belongs to is slower if one is open."""
         if self.clock is not None:

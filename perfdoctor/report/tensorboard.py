@@ -41,9 +41,10 @@ def write_diagnosis(
         prefix: the first part of every tag.
 
     Raises:
-        UsageError: `writer` is none, or Pillow is not installed.
+        UsageError: `writer`, `diagnosis` or `capture` is none, or Pillow is not installed.
     """
     _check_writer(writer)
+    _check_recorded(diagnosis, capture)
     for name, value in scalars(diagnosis, capture).items():
         writer.add_scalar(f"{prefix}/{name}", value, step)
     writer.add_text(f"{prefix}/report", _markdown(diagnosis), step)
@@ -102,9 +103,10 @@ def write_step_times(
         UsageError: `writer` is none, or `watched` is of other steps.
     """
     _check_writer(writer)
+    step_ns = np.asarray(step_ns, np.int64)
     if watched is not None and len(watched) != len(step_ns):
         raise UsageError(f"watched has {len(watched)} entries for {len(step_ns)} steps: give those of one session")
-    keep = np.ones(len(step_ns), bool) if watched is None else ~watched
+    keep = np.ones(len(step_ns), bool) if watched is None else ~np.asarray(watched, bool)
     rows = np.flatnonzero(keep)
     stretch = max(-(-len(rows) // _MOST_POINTS), 1)
     for at in range(0, len(rows), stretch):
@@ -120,6 +122,16 @@ def _check_writer(writer: Any) -> None:
             f"{type(writer).__name__} is no SummaryWriter (it has no {', '.join(missing)}): give "
             "torch.utils.tensorboard.SummaryWriter(folder)"
         )
+
+
+def _check_recorded(diagnosis: object, capture: object) -> None:
+    if not isinstance(diagnosis, Diagnosis):
+        raise UsageError(
+            f"write_diagnosis() needs a diagnosis, got {type(diagnosis).__name__}: give session.diagnosis(), "
+            "perfdoctor.analyze(...), or a callback's report, which is None before its first window is over"
+        )
+    if capture is not None and not isinstance(capture, Capture):
+        raise UsageError(f"write_diagnosis(capture=...) needs a Capture, got {type(capture).__name__}: session.capture")
 
 
 def _markdown(diagnosis: Diagnosis) -> str:

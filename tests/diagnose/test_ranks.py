@@ -274,6 +274,24 @@ def test_what_was_not_recorded_on_a_rank_is_not_zero() -> None:
     assert "No step was timed on rank 1: it did not train, or ended before." in diagnosis.advice
 
 
+def test_the_page_is_of_a_rank_whose_device_was_recorded() -> None:
+    # A file that was cut before its kernels: its marks say that rank 1 steps slowest, and nothing else.
+    cut = replace(loop(1, data_ns=SLOW_LOADER), work=Work.from_rows([]), path="rank1.json")
+    whole = loop(0, data_ns=MS)
+    for captures in ([whole, cut], [cut, whole]):
+        diagnosis = diagnose_ranks(captures)
+        assert diagnosis.source == "rank0.json"
+        assert diagnosis.ranks[1].step_ns is not None
+        assert diagnosis.ranks[1].busy_ratio is None
+        assert "No device work was recorded on rank 1:" in " ".join(diagnosis.advice)
+    assert "device work was recorded on" not in " ".join(diagnose_ranks([whole, loop(1, data_ns=MS)]).advice)
+
+
+def test_ranks_that_never_stepped_are_not_ranked() -> None:
+    never = [Capture(source="session", environment=Environment(rank=i, world_size=2)) for i in range(2)]
+    assert "No step was timed on any of the 2 ranks. This page is of rank 0." in diagnose_ranks(never).advice
+
+
 def sampled(capture: Capture, *lines: int) -> Capture:
     """With one look at the host's stack at each of these lines."""
     sites = tuple(site(line) for line in sorted(set(lines)))

@@ -96,6 +96,7 @@ def hooked(trainer):
                       trainer.precision_plugin)],
         torch.save, torch.nn.Module.train, DataLoader.__iter__, sorted({"save_checkpoint"} & set(vars(trainer))),
         sorted({"run"} & set(vars(trainer.fit_loop.epoch_loop.val_loop))),
+        sorted({"run"} & set(vars(trainer.fit_loop))),
     )  # fmt: skip
 
 

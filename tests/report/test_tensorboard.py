@@ -241,3 +241,21 @@ def test_png_has_the_boxes_where_they_belong() -> None:
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (2, 5, 4, 9)
     assert image.size == (20, 10)
     assert tuple(pixels[0, 0]) > (240, 240, 240)  # a card of its own: readable on a dark page
+
+
+@pytest.mark.parametrize("diagnosis", [None, "text", 3])
+def test_what_is_no_diagnosis_is_refused(tmp_path: Path, diagnosis: Any) -> None:
+    with writing(tmp_path) as writer, pytest.raises(UsageError, match="needs a diagnosis"):
+        write_diagnosis(writer, diagnosis)
+
+
+def test_what_is_no_capture_is_refused(tmp_path: Path, judged: Diagnosis) -> None:
+    with writing(tmp_path) as writer, pytest.raises(UsageError, match="needs a Capture, got str"):
+        write_diagnosis(writer, judged, "loop.perfdoctor")  # type: ignore[arg-type]
+
+
+def test_step_times_may_come_as_lists(tmp_path: Path) -> None:
+    with writing(tmp_path) as writer:
+        write_step_times(writer, [3_000_000, 1_000_000, 2_000_000], watched=[True, False, False])  # type: ignore[arg-type]
+    found = read(tmp_path).Scalars("perfdoctor/bare_step_ms")
+    assert [(event.step, event.value) for event in found] == [(2, 1.0), (3, 2.0)]
