@@ -156,7 +156,7 @@ def _print_error() -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(kind, error, trace)
+        sys.excepthook(kind, error.with_traceback(trace), trace)
     else:
         traceback.print_exception(kind, error.with_traceback(trace), trace)
 

@@ -16,7 +16,7 @@ def caught_errors() -> Iterator[list[BaseException]]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         errors.append(error)
-        before(kind, error, trace)
+        before(kind, error.with_traceback(trace), trace)  # sys.__excepthook__ shows what the error itself carries
 
     sys.excepthook = hook
     try:

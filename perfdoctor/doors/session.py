@@ -119,7 +119,10 @@ class Session:
             if self._entered:
                 raise SessionError("this session has been used: call perfdoctor.watch() again for another")
             if _running is not None:
-                raise SessionError("another perfdoctor session is running: leave its with block first")
+                raise SessionError(
+                    "another perfdoctor session is running: leave its with block first; where that is "
+                    "`perfdoctor run`, start a script that calls perfdoctor.watch() with python instead"
+                )
             _running = self
             self._entered = True
         try:
@@ -229,8 +232,8 @@ class Session:
             print(trial.report())
 
         The loop over `session.batches(...)` ends by itself when the trial is over. Its steps are thrown away: what
-        they changed in the parameters, the optimizers and the random states is put back, in the buffers too where
-        `model` is given.
+        they changed in the parameters, the buffers of their models, the optimizers, learning-rate schedules, GradScalers
+        and random states is put back; `model` names other models.
 
         Args:
             steps: at most so many steps after the watched ones.

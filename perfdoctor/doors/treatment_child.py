@@ -40,7 +40,7 @@ from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.live_obstacles import AT_FIRST_CALL
 from perfdoctor.trial.process_run import ProcessOrder, ProcessRun
 from perfdoctor.trial.sandbox import Sandbox
-from perfdoctor.trial.treatments_trial import PARITY_STEPS, loader_period
+from perfdoctor.trial.treatments_trial import PARITY_STEPS, loader_period, refusal_of
 from perfdoctor.trial.verdict import failed
 from perfdoctor.watch.clocks import Stamp, cuda_active, elapsed_ns
 from perfdoctor.watch.steps import StepDetector
@@ -215,7 +215,7 @@ class TreatedProcess:
     def _apply(self, treatments: Sequence[Treatment], loop: Loop) -> Loop:
         """Enter the treatments for the rest of the script. Of several, one that refuses beside the others is left."""
         for each in treatments:
-            refusal = each.refuses(loop)
+            refusal = refusal_of(each, loop)
             if refusal and len(self._treatments) == 1:
                 raise RuntimeError(f"does not fit: {refusal}")
             if not refusal:
@@ -231,7 +231,7 @@ class TreatedProcess:
 
         def called(module: torch.nn.Module, _: Any) -> None:
             loop = Loop(device=next(module.parameters(), torch.empty(0)).device, model=module)
-            if not any(each.refuses(loop) for each in early):  # else it is another module than the model
+            if not any(refusal_of(each, loop) for each in early):  # else it is another module than the model
                 self._first_call.remove()
                 self._apply(early, loop)
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,9 @@ from typing import Any
 
 from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.script_errors import caught_errors
 from perfdoctor.doors.session import Session
 from perfdoctor.doors.treatment_processes import TreatmentProcesses
@@ -42,6 +45,8 @@ from perfdoctor.watch.plan import Plan
 from perfdoctor.watch.steps import StepDetector
 
 _MOST_RUNS = 4
+_OUR_HOOKS = "Using `torch.compile.module.` when there are global hooks"  # those that look for the model
+INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
 # Compiles for minutes: only where it is asked for.
 _DEAR = "compile_max_autotune"
 _ONE_OF_THEM = "one of them cannot be switched in a running process"
@@ -67,6 +72,7 @@ class TreatedScript:
     verdicts: tuple[Verdict, ...]
     diagnosis: Diagnosis
     notes: tuple[str, ...] = ()
+    exit_code: int = 0  # the script's own, where it ended by itself with no treatment on
 
 
 def try_treatments(
@@ -77,13 +83,17 @@ def try_treatments(
     Raises:
         UsageError: no such script or treatment.
         SessionError: the script ended, or failed, before the first treatment was tried.
+        KeyboardInterrupt: before anything was judged; later, what there is by then is given.
         TrialRefused: several ranks, which could not agree on what to switch when.
     """
     options = options or TreatmentOptions()
     refuse_ranks()  # before anything runs, where torchrun started us
     search = _Search(target, tuple(arguments), options)
-    search.try_live()
-    search.try_processes()
+    try:
+        search.try_live()
+        search.try_processes()
+    except KeyboardInterrupt:
+        search.interrupt()
     return search.result()
 
 
@@ -100,6 +110,8 @@ class _Search:
         self._deferred: dict[str, str] = {}  # treatment -> why it is tried in processes
         self._notes: list[str] = []
         self._diagnosis: Diagnosis | None = None
+        self._failure, self._exit_code = "", 0  # of the script, with no treatment on
+        self._why_left = "the script ended first; let it run longer"
         self._environment = dict(os.environ)  # of now: the script and torch's compiler add to it as they run
 
     def try_live(self) -> None:
@@ -109,6 +121,9 @@ class _Search:
             options = replace(self._options, limits=replace(self._options.limits, seconds=seconds))
             run = _Run(options, self._left, self._verdicts, self._diagnosis)
             run.execute(self._target, self._arguments)
+            if run.failure:
+                self._failure, self._exit_code = run.failure, run.exit_code
+            interrupted = run.interrupted
             found, deferred, self._diagnosis = run.verdicts, run.deferred, run.diagnosis
             self._notes += run.notes
             del run  # and with it all that is left of the script: the next run needs the memory
@@ -117,13 +132,26 @@ class _Search:
             self._deferred.update((each.name, why) for each, why in deferred)
             tried = {verdict.treatment for verdict in self._verdicts} | set(self._deferred)
             self._left = [each for each in self._left if each.name not in tried]
+            if interrupted:
+                raise KeyboardInterrupt
             if not self._left or not (found or deferred):
                 break
         if self._diagnosis is None or not (self._verdicts or self._deferred):
+            how = f"failed ({self._failure})" if self._failure else "ended"
             raise SessionError(
-                f"{self._target} ended before a treatment was tried: it needs some 50 steps to be watched and some "
+                f"{self._target} {how} before a treatment was tried: it needs some 50 steps to be watched and some "
                 "hundred more"
             )
+
+    def interrupt(self) -> None:
+        """Ctrl-C was pressed: nothing more is tried. Raises KeyboardInterrupt where nothing was judged."""
+        if self._diagnosis is None or not self._verdicts:
+            raise KeyboardInterrupt
+        judged = {verdict.treatment for verdict in self._verdicts}
+        names = [name for name in self._deferred if name not in judged]
+        self._left += [treatment(name) for name in names]
+        self._failure, self._exit_code = "", INTERRUPTED
+        self._why_left = "interrupted"
 
     def try_processes(self) -> None:
         """Those deferred, and those on which one process gave no verdict, in processes; then the best together."""
@@ -170,15 +198,19 @@ class _Search:
     def result(self) -> TreatedScript:
         """What came of all."""
         assert self._diagnosis is not None
-        verdicts = self._verdicts + [
-            untried(each.name, "the script ended first; let it run longer") for each in self._left
-        ]
+        why = f"the script failed first ({self._failure})" if self._failure else self._why_left
+        verdicts = self._verdicts + [untried(each.name, why) for each in self._left]
         if not self._options.names:
             script = shlex.join((*["-m"] * self._options.module, self._target, *self._arguments))
             ask = f"it compiles for minutes; ask for it by name: perfdoctor trial --treat={_DEAR} {script}"
             verdicts.append(untried(_DEAR, ask))
         found_at = replace(self._diagnosis, source=self._target)
-        return TreatedScript(verdicts=tuple(verdicts), diagnosis=found_at, notes=tuple(dict.fromkeys(self._notes)))
+        return TreatedScript(
+            verdicts=tuple(verdicts),
+            diagnosis=found_at,
+            notes=tuple(dict.fromkeys(self._notes)),
+            exit_code=self._exit_code,
+        )
 
 
 def _told(num_processes: int) -> list[str]:
@@ -201,6 +233,9 @@ class _Run:
         diagnosis: Diagnosis | None,
     ) -> None:
         self.diagnosis = diagnosis
+        self.failure = ""  # what the script died of with no treatment on
+        self.exit_code = 0  # its own then
+        self.interrupted = False  # by Ctrl-C: no fault of a treatment
         self._options = options
         self._treatments = treatments
         self._earlier = earlier
@@ -225,19 +260,32 @@ class _Run:
         """Run the script until every treatment is judged, or to its end; everything is as before then."""
         program = load_program(target, module=self._options.module)
         with ExitStack() as stack:
+            stack.enter_context(kept_settings())
             stack.enter_context(self._box)
             stack.enter_context(as_main(program, arguments))
+            stack.enter_context(ended_inside())
             errors = stack.enter_context(caught_errors())
             stack.callback(self._live.remove)
             self._live.prepare()
+            warnings.filterwarnings("ignore", _OUR_HOOKS, UserWarning)
             self._detect(stack)
             stack.callback(self._close)
             exit_code, _ = execute_program(program)
-            if self._trial is not None and (errors or exit_code):
-                self._trial.fail(errors[0] if errors else RuntimeError(f"the script ended with exit code {exit_code}"))
+            if errors or exit_code:
+                self._fail(errors[0] if errors else None, exit_code)
             errors.clear()
         if self._problem is not None:
             raise self._problem
+
+    def _fail(self, error: BaseException | None, exit_code: int) -> None:
+        """The script died: of a treatment where one was on, else of its own."""
+        self.interrupted = isinstance(error, KeyboardInterrupt)
+        blamed = self._trial is not None and bool(self._trial.active) and not self.interrupted
+        if self._trial is not None and not self.interrupted:  # else `_close` takes all back
+            self._trial.fail(error or RuntimeError(f"the script ended with exit code {exit_code}"))
+        if not blamed:
+            said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.failure, self.exit_code = said.removesuffix(": ") or f"exit code {exit_code}", exit_code
 
     def _detect(self, stack: ExitStack) -> None:
         """Steps go to the trial: after the phases of a session, or from the start."""
@@ -283,7 +331,11 @@ class _Run:
 
     def _step(self, stamp: Any) -> None:
         if self._trial is not None:
-            self._trial.step_ended(stamp)
+            try:
+                self._trial.step_ended(stamp)
+            except Exception as error:  # ours, not the script's
+                self._problem = error
+                _stop()
             if self._options.progress is not None:
                 self._options.progress.show(self._trial.how_far)
 

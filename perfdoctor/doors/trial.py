@@ -7,16 +7,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from perfdoctor.diagnose import diagnose
+from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.rank_gathering import rank_of_run
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import SessionError, TrialRefused
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.report.trial import TrialReport
-from perfdoctor.treat.snapshot import Snapshot
+from perfdoctor.trial.live_model import buffers_of
 from perfdoctor.trial.loader_replay import LoaderReplay
+from perfdoctor.trial.loop_state import LoopState
 from perfdoctor.trial.outcome import TrialOutcome
 from perfdoctor.trial.runner import Limits, Trial
 from perfdoctor.trial.sandbox import Sandbox
@@ -28,7 +33,8 @@ class LiveTrial:
     """A trial of the loop that a session watches. It begins by itself after the session's last phase.
 
     `over` once everything is measured and put back; `report()` after the loop. With `restored`, what the trial's steps
-    changed (parameters, buffers, optimizer state, random states) is put back when it ends.
+    changed is put back when it ends: parameters, the buffers of their models, optimizer state, learning-rate schedules,
+    GradScalers, random states. What else the loop keeps (an EMA, a list of losses) is its own affair.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class LiveTrial:
         self._ended = ended
         self._restored = restored
         self._models = models
-        self._before: Snapshot | None = None
+        self._before: LoopState | None = None
         self._trial: Trial | None = None
         self._over = False
         try:
@@ -130,9 +136,20 @@ class LiveTrial:
 
     def _step(self, stamp: Any) -> None:
         if self._trial is not None:
-            self._trial.step_ended(stamp)
+            try:
+                self._trial.step_ended(stamp)
+            except Exception as error:  # ours, not the loop's: told by report()
+                self._abandon(error)
+                return
             if self._session.progress is not None:
                 self._session.progress.show(self._trial.how_far)
+
+    def _abandon(self, error: Exception) -> None:
+        self.problem = error
+        self._session.recorder.following = None
+        self._session.recorder.steps.idle = True
+        self.close()
+        self._ended()
 
     def _end(self) -> None:
         self._over = True
@@ -144,7 +161,9 @@ class LiveTrial:
     def _keep(self, optimizers: list[Any]) -> None:
         if self._restored:
             parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-            self._before = Snapshot.take(self._models if self._models is not None else parameters, optimizers)
+            models = self._models if self._models is not None else [*parameters, *buffers_of(optimizers)]
+            device = next((p.device for p in parameters), torch.device("cpu"))
+            self._before = LoopState.of(models, optimizers, device)
 
     def _put_back(self) -> None:
         before, self._before = self._before, None
@@ -203,8 +222,10 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
     live = LiveTrial(session, options.limits, suspects=options.suspects, ended=_stop, restored=False)
     box = Sandbox()
     with ExitStack() as stack:
+        stack.enter_context(kept_settings())
         stack.enter_context(box)
         stack.enter_context(as_main(program, arguments))
+        stack.enter_context(ended_inside())
         stack.enter_context(session)
         stack.callback(live.close)
         session.recorder.batches.patch_loaders()

@@ -135,12 +135,15 @@ def compare(before: ComparedRun, after: ComparedRun, *, run_noise_ratio: float =
     )
 
 
+_ON_CPU = "where there is no GPU, two reports of `perfdoctor trial --format json` compare: it runs on the CPU itself"
+
+
 def _incomparable(before: ComparedRun, after: ComparedRun) -> str:
     if before.emulated and after.emulated:
-        return "both ran on an emulated CUDA device, whose times are those of the CPU and no GPU's"
+        return f"both ran on an emulated CUDA device, whose times are those of the CPU and no GPU's; {_ON_CPU}"
     names = [run.device or "a GPU that the file does not name" for run in (before, after)]
     if before.emulated or after.emulated:
-        return f"{names[0]} before, {names[1]} after: an emulated device's times are those of the CPU"
+        return f"{names[0]} before, {names[1]} after: an emulated device's times are those of the CPU; {_ON_CPU}"
     if NO_GPU in names and names[0] != names[1]:
         return f"{names[0]} before, {names[1]} after"
     return ""

@@ -30,6 +30,14 @@ def model_chain(optimizers: Iterable[Any]) -> list[torch.nn.Module]:
     return chain
 
 
+def buffers_of(optimizers: Iterable[Any]) -> list[torch.Tensor]:
+    """The buffers of every living model of which these optimizers hold a parameter: running statistics, say."""
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    found = [buffer for module in modules if _cover(module, held) for buffer in module.buffers()]
+    return list({id(buffer): buffer for buffer in found}.values())
+
+
 def _cover(module: torch.nn.Module, held: set[int]) -> int:
     if "_parameters" not in vars(module):  # not initialised
         return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from perfdoctor.treat.snapshot import Snapshot
+from perfdoctor.treat.snapshot import Models, Snapshot
 from perfdoctor.treat.treatment import Loop
 from perfdoctor.watch.clocks import cuda_active
 
@@ -33,10 +34,21 @@ class LoopState:
     @classmethod
     def take(cls, loop: Loop) -> LoopState:
         """Keep what the loop's steps change. May wait for the device."""
-        before = allocated_bytes(loop.device)
-        snapshot = Snapshot.take(loop.model, loop.optimizers, generators=_generators(loop.loader))
-        own = allocated_bytes(loop.device) - before
-        found = _followers(loop.optimizers)
+        return cls.of(loop.model, loop.optimizers, loop.device, _generators(loop.loader))
+
+    @classmethod
+    def of(
+        cls,
+        models: Models,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+    ) -> LoopState:
+        """The same of the parts of a loop: modules or bare tensors, optimizers, the generators beside torch's own."""
+        before = allocated_bytes(device)
+        snapshot = Snapshot.take(models, optimizers, generators=generators)
+        own = allocated_bytes(device) - before
+        found = _followers(optimizers)
         return cls(
             snapshot=snapshot,
             followers=tuple((each, copy.deepcopy(each.state_dict())) for each in found),
@@ -59,7 +71,7 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" and cuda_active() else 0
 
 
-def _followers(optimizers: tuple[torch.optim.Optimizer, ...]) -> list[Any]:
+def _followers(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
     """Schedules of these optimizers and scalers in use."""
     known = {id(each) for each in optimizers}
     # By type(), not isinstance(): a lazy object would be woken by being asked for its __class__.

@@ -9,9 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from perfdoctor.record.owners import PERFDOCTOR, PYTHON, TORCH, USER, file_owner
 from perfdoctor.trial.sandbox_view import View
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -76,7 +79,7 @@ class Escapes:
         first = os.path.basename(os.fsdecode(words[0] if isinstance(words, list | tuple) and words else words))
         if caller := _logger_on_stack():
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"perfdoctor's trial keeps {caller} from starting {first}")
-        if first not in _LOOKING:
+        if first not in _LOOKING and not _is_torchs():
             self.note(f"the program {first} was started: what it writes is not redirected")
 
     def _judge_connection(self, args: tuple[Any, ...]) -> None:
@@ -101,6 +104,14 @@ def _refusal(what: str, path: str) -> PermissionError:
     return PermissionError(errno.EPERM, f"perfdoctor's trial does not let a run {what} a file of yours this way", path)
 
 
+def _is_torchs() -> bool:
+    """Whether torch or Triton starts the program, a compiler of theirs: it writes into their caches."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (owner := file_owner(frame.f_code.co_filename)) in (PERFDOCTOR, PYTHON):
+        frame = frame.f_back
+    return frame is not None and owner == TORCH
+
+
 def _logger_on_stack() -> str:
     frame = sys._getframe(1)
     while frame is not None:
@@ -113,6 +124,7 @@ def _logger_on_stack() -> str:
 
 _current: Escapes | None = None
 _installed = False
+_left: weakref.WeakKeyDictionary[threading.Thread, View] = weakref.WeakKeyDictionary()  # threads of runs that are over
 
 
 def watch_escapes(escapes: Escapes) -> Callable[[], None]:
@@ -121,18 +133,48 @@ def watch_escapes(escapes: Escapes) -> Callable[[], None]:
     if not _installed:
         sys.addaudithook(_hook)
         _installed = True
+    known = set(threading.enumerate())
     _current = escapes
 
     def end() -> None:
         global _current
+        _left.update({thread: escapes.view for thread in threading.enumerate() if thread not in known})
         _current = None
 
     return end
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if event not in _EVENTS:
+        return
     escapes = _current
-    if escapes is None or event not in _EVENTS or escapes.view.busy:
+    if escapes is None:
+        if _left:
+            _end_left_thread(event, args)
+        return
+    if escapes.view.busy:
         return
     with escapes.view.quiet():
         escapes.judge(event, args)
+
+
+def _end_left_thread(event: str, args: tuple[Any, ...]) -> None:
+    """A thread of the user's whose run is over would now write to the real files: it ends, as daemon threads do."""
+    thread = threading.current_thread()
+    view = _left.get(thread)
+    if view is None or view.busy:
+        return
+    with view.quiet():
+        writes = event in _REMOVING or event in ("os.mkdir", "sqlite3.connect")
+        writes = writes or (event == "open" and isinstance(args[2], int) and bool(args[2] & _WRITING))
+        ends = writes and view.locate(_plain(args[0])) is not None and _is_users(sys._getframe(1))
+    if ends:
+        raise SystemExit  # which a thread ends with in silence
+
+
+def _is_users(frame: Any) -> bool:
+    while frame is not None:
+        if file_owner(frame.f_code.co_filename) == USER:
+            return True
+        frame = frame.f_back
+    return False

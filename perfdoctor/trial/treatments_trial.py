@@ -157,7 +157,7 @@ class TreatmentsTrial:
         self._live.stop_looking()
         self._live.held = True
         self._before = LoopState.take(self._loop)
-        refusals = [treatment.refuses(self._loop) for treatment in self._treatments]
+        refusals = [refusal_of(treatment, self._loop) for treatment in self._treatments]
         reasons = [self._elsewhere(treatment, self._loop) for treatment in self._treatments]
         if any(reason and not refusal for reason, refusal in zip(reasons, refusals, strict=True)):
             self._seconds *= 1 - _FOR_PROCESSES
@@ -347,6 +347,14 @@ def _epoch_of(loader: Any) -> int:
         return 1
 
 
+def refusal_of(treatment: Treatment, loop: Loop) -> str | None:
+    """`treatment.refuses(loop)`; one that fails at the look of a loop that nobody thought of keeps no other back."""
+    try:
+        return treatment.refuses(loop)
+    except Exception as error:
+        return f"it cannot tell whether it fits ({type(error).__name__}: {error})"
+
+
 def _look_of(loader: Any) -> Any:
     """What tells whether a treatment has changed the loader."""
     if loader is None:
@@ -370,7 +378,7 @@ def _compatible(best: Sequence[Treatment], loop: Loop) -> tuple[Treatment, ...]:
         for treatment in best:
             if treatment.name.startswith("compile") and any(each.name.startswith("compile") for each in taken):
                 continue
-            if treatment.refuses(loop):
+            if refusal_of(treatment, loop):
                 continue
             try:
                 loop = stack.enter_context(treatment.applied(loop))

@@ -112,7 +112,7 @@ def test_only_new_sites_fail_against_a_baseline(script: Path, capsys: pytest.Cap
     code, out, error = check(capsys, "--format", "github", "--baseline", "known.json", "train.py")
     assert (code, out) == (0, "")
     assert error.splitlines() == [
-        "perfdoctor: within the budget: sites not in known.json, of train.py, make 0 syncs a step, "
+        "perfdoctor: within the budget: train.py: sites not in known.json make 0 syncs a step, "
         "0.5 allowed (11 steps on the emulated CUDA device); 2 sites of the baseline known.json left out"
     ]
     script.write_text(READS + "    flag = bool(loss > 1)\n")

@@ -18,7 +18,7 @@ from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import SessionError, UsageError
 from perfdoctor.record.capture import Environment
 from perfdoctor.treat.switches import TREATMENTS
-from perfdoctor.trial.treatments_trial import TreatmentLimits
+from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
 
 LIMITS = TreatmentLimits(seconds=60, each_seconds=3, rounds=6)
 SCRIPT = """
@@ -129,6 +129,106 @@ def test_a_short_script_and_an_unknown_treatment(tmp_path: Path) -> None:
         try_treatments(_script(tmp_path, 3), (), _options("set_to_none"))
     with pytest.raises(UsageError, match="no treatment"):
         try_treatments(_script(tmp_path, 3), (), _options("magic"))
+
+
+FAILING = """
+import sys, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(int(sys.argv[1])):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "why"),
+    [
+        ("raise ValueError('of its own')", 1, "the script failed first (ValueError: of its own)"),
+        ("sys.exit(7)", 7, "the script failed first (exit code 7)"),
+        ("sys.exit(0)", 0, "the script ended first; let it run longer"),
+    ],
+)
+def test_a_script_that_fails_of_its_own_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, code: int, why: str
+) -> None:
+    (tmp_path / "train.py").write_text(FAILING.format(end=end))
+    words = ["--treat=tf32,set_to_none,gc_frozen", "--warmup", "1", "--active", "3", "--seconds", "60"]
+    outcome = execute([*words, "--format", "json", str(tmp_path / "train.py"), "45"])
+    verdicts = {row["treatment"]: row["reason"] for row in json.loads(outcome.text)["verdicts"]}
+    assert verdicts["gc_frozen"] == f"not tried: {why}"
+    assert outcome.exit_code == code
+    assert "program.code" not in capsys.readouterr().err  # the traceback begins in the script
+    with pytest.raises(SessionError, match="failed" if code else "ended before"):
+        execute([*words, str(tmp_path / "train.py"), "5"])
+
+
+INTERRUPTED = """
+import signal, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+step = 0
+while True:
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    if step == {step}:
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("step", [5, 60, 63, 300, 301, 302, 303, 500])
+def test_who_presses_ctrl_c_is_obeyed(tmp_path: Path, step: int) -> None:
+    source = INTERRUPTED.format(step=step)
+    (tmp_path / "train.py").write_text(source)
+    words = ["--treat=tf32,gc_frozen,set_to_none", "--warmup", "1", "--active", "3", "--seconds", "60"]
+    try:
+        outcome = execute([*words, "--format", "json", str(tmp_path / "train.py")])
+    except KeyboardInterrupt:
+        assert step < 100  # nothing was judged by then
+        return
+    assert outcome.exit_code == 130
+    assert outcome.messages == ("interrupted",)
+    reasons = {row["treatment"]: row["reason"] for row in json.loads(outcome.text)["verdicts"]}
+    assert reasons["set_to_none"] == "not tried: interrupted"
+    assert not any("KeyboardInterrupt" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("data", ["[torch.randn(8) for _ in range(64)]", "Slotted()"])
+def test_a_data_set_without_attributes_stops_nothing(tmp_path: Path, data: str) -> None:
+    slotted = (
+        "class Slotted:\n    __slots__ = ()\n    def __len__(self):\n        return 64\n"
+        "    def __getitem__(self, i):\n        return torch.zeros(8)\n"
+    )
+    source = SCRIPT.format(steps=10**9, path=str(tmp_path / "model.pt")).replace("(x,)", "x")
+    source = source.replace("TensorDataset(torch.randn(64, 8))", data).replace(
+        "torch.manual_seed", slotted + "torch.manual_seed"
+    )
+    (tmp_path / "train.py").write_text(source)
+    run = try_treatments(str(tmp_path / "train.py"), (), _options("dataloader_workers", "set_to_none"))
+    assert {verdict.treatment for verdict in run.verdicts} >= {"dataloader_workers", "set_to_none"}
+    assert next(v for v in run.verdicts if v.treatment == "set_to_none").saving is not None
+
+
+def test_an_error_of_the_trial_itself_is_not_taken_for_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: TreatmentsTrial, stamp: object) -> None:
+        raise LookupError("ours")
+
+    monkeypatch.setattr(TreatmentsTrial, "step_ended", broken)
+    with pytest.raises(LookupError, match="ours"):
+        try_treatments(_script(tmp_path, 10**9), (), _options("set_to_none"))
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", ["fused_optimizer", "prefetch,gc_frozen"])
+def test_names_behind_a_space_are_explained(names: str) -> None:
+    with pytest.raises(UsageError, match=f"--treat={names} SCRIPT.py"):
+        execute(["--treat", names, "train.py"])
 
 
 def test_what_the_time_does_not_allow_is_said(tmp_path: Path) -> None:

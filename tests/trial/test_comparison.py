@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perfdoctor.diagnose.hit_counts import EMULATED
+from perfdoctor.report.compare import render_comparison_text, sentence
 from perfdoctor.trial.compared_run import ComparedRun, FindingRow
 from perfdoctor.trial.comparison import Change, compare
 
@@ -125,6 +127,28 @@ def test_the_trial_is_summed_only_where_each_was_tried() -> None:
     untried = _row(2, "b.item().bit_length()")
     assert compare(_run(20, findings=(tried,)), _run(17)).counterfactual_ns == 3 * MS
     assert compare(_run(20, findings=(tried, untried)), _run(17)).counterfactual_ns is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (-1, 2, "counterfactual 0.50 ms (no difference);"),
+        (0, 2, "counterfactual 0.50 ms (no difference);"),
+        (0.1, 2, "counterfactual 0.50 ms;"),
+        (None, None, "counterfactual 0.50 ms;"),
+    ],
+)
+def test_a_counterfactual_that_claimed_nothing_says_so(low: float | None, high: float | None, said: str) -> None:
+    ends = [None if each is None else round(each * MS) for each in (low, high)]
+    row = _row(1, "a.item()", counterfactual_ns=MS // 2, counterfactual_low_ns=ends[0], counterfactual_high_ns=ends[1])
+    assert said in render_comparison_text(compare(_run(20, findings=(row,)), _run(20)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_times_of_an_emulated_device_name_what_can_be_compared(before: bool, after: bool) -> None:
+    found = compare(*(_run(20, note_codes=frozenset([EMULATED] * each)) for each in (before, after)))
+    assert found.change is Change.UNKNOWN
+    assert "perfdoctor trial --format json" in sentence(found)
 
 
 def test_other_conditions_are_warned_of() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from perfdoctor.trial.sandbox import Sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 _HEAD = """
@@ -95,6 +98,16 @@ with Sandbox() as box:
     )
     assert any("program touch" in line for line in found["escaped"])
     assert any("program true" in line for line in found["escaped"])
+
+
+def test_a_compiler_that_torch_starts_is_not_told(home: Path) -> None:
+    source = "import subprocess\nsubprocess.run(['true'], check=True)"
+    with Sandbox() as box:
+        exec(compile(source, os.path.join(os.path.dirname(torch.__file__), "compiling.py"), "exec"), {})
+    assert not box.escaped
+    with Sandbox() as box:
+        exec(compile(source, str(home / "train.py"), "exec"), {})
+    assert box.escaped == ("the program true was started: what it writes is not redirected",)
 
 
 def test_what_gets_around_is_said_or_refused(home: Path) -> None:

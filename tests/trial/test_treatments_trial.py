@@ -28,7 +28,7 @@ class _Over(BaseException):
     pass
 
 
-PAUSE_S = 0.008
+PAUSE_S = 0.025  # far over what a busy machine takes from a step
 
 
 def _pause() -> None:

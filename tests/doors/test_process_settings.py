@@ -1,0 +1,90 @@
+"""What a script sets for its whole process is as before once its trial is over."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from perfdoctor.doors.process_settings import kept_settings
+from perfdoctor.doors.script import as_main, execute_program, load_program
+from perfdoctor.trial.sandbox import Sandbox
+
+SETS = {
+    "streams": "import sys\nsys.stdout = open('out.txt', 'a')\nsys.stderr = open('err.txt', 'a')\nsys.stdin = None",
+    "hooks": "import sys, threading\nsys.excepthook = print\nsys.displayhook = print\nthreading.excepthook = print",
+    "built-ins": "import builtins\nbuiltins.print = lambda *a, **k: None\nbuiltins.profile = 1",
+    "warnings": "import warnings\nwarnings.simplefilter('ignore')\nwarnings.showwarning = print",
+    "logging": "import logging\nlogging.basicConfig(filename='log.txt', level=1, force=True)\nlogging.disable(50)",
+    "signals": "import signal\nsignal.signal(signal.SIGINT, lambda *a: None)\nsignal.signal(signal.SIGTERM, print)",
+    "collector": "import gc\ngc.disable()\ngc.set_threshold(1, 2, 3)\ngc.callbacks.append(lambda *a: None)",
+    "process": "import os, sys\nos.umask(0o077)\nsys.setrecursionlimit(4321)\nos.environ['SET'] = '1'\nos.chdir('/')",
+    "torch": (
+        "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_default_device('meta')\n"
+        "torch.set_grad_enabled(False)\ntorch.set_float32_matmul_precision('medium')\n"
+        "torch.use_deterministic_algorithms(True)\ntorch.autograd.set_detect_anomaly(True)\n"
+        "torch.backends.cudnn.benchmark = True\ntorch.set_num_threads(torch.get_num_threads() + 1)"
+    ),
+    "modules": "import beside\nbeside.number += 1",
+}
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "sys": [getattr(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook", "path")],
+        "threads": threading.excepthook,
+        "builtins": dict(vars(builtins)),
+        "warnings": (list(warnings.filters), warnings.showwarning),
+        "logging": (list(logging.root.handlers), logging.root.level, logging.root.manager.disable),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "gc": (gc.isenabled(), gc.get_threshold(), list(gc.callbacks)),
+        "process": (os.umask(os.umask(0o022)), sys.getrecursionlimit(), dict(os.environ), os.getcwd()),
+        "torch": (
+            torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_num_threads(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.is_anomaly_enabled(), torch.backends.cudnn.benchmark,
+        ),
+        "modules": "beside" in sys.modules,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # the script's
+@pytest.mark.parametrize("end", ["", "raise RuntimeError('planned')", "raise KeyboardInterrupt", "raise SystemExit(3)"])
+@pytest.mark.parametrize("what", SETS)
+def test_everything_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, end: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.umask(0o022)
+    (tmp_path / "beside.py").write_text("number = 0")
+    (tmp_path / "train.py").write_text(f"{SETS[what]}\n{end}\n")
+    before = _settings()
+    for _ in range(2):  # a module that is imported again starts anew
+        program = load_program(str(tmp_path / "train.py"), module=False)
+        with kept_settings(), Sandbox(), as_main(program, ()):
+            execute_program(program)
+            module = sys.modules.get("beside")
+            assert module is None or module.number == 1
+        assert _settings() == before
+
+
+def _fail() -> None:
+    with kept_settings():
+        builtins.print = None  # type: ignore[assignment]
+        sys.stdout = None  # type: ignore[assignment]
+        raise RuntimeError("ours")
+
+
+def test_an_error_of_ours_puts_all_back_too() -> None:
+    before = _settings()
+    with pytest.raises(RuntimeError, match="ours"):
+        _fail()
+    assert _settings() == before
