@@ -50,18 +50,28 @@ uint64_t capture_of(int64_t stream, void** graph) {
   return status == kActive ? id : 0;
 }
 
-std::mutex dead_mutex;
-std::vector<int64_t> dead;
+struct DeadGraphs {
+  std::mutex mutex;
+  std::vector<int64_t> tokens;
+};
+
+// Never destroyed: the driver may still report graphs while the process ends, after destructors of this module ran.
+DeadGraphs& dead_graphs() {
+  static DeadGraphs* const graphs = new DeadGraphs;
+  return *graphs;
+}
 
 // The driver calls this from a thread of its own when a graph and all that was made from it are gone: no Python here.
 void graph_died(void* token) {
-  const std::lock_guard<std::mutex> guard(dead_mutex);
-  dead.push_back(reinterpret_cast<int64_t>(token));
+  DeadGraphs& dead = dead_graphs();
+  const std::lock_guard<std::mutex> guard(dead.mutex);
+  dead.tokens.push_back(reinterpret_cast<int64_t>(token));
 }
 
 std::vector<int64_t> take_dead() {
-  const std::lock_guard<std::mutex> guard(dead_mutex);
-  return std::exchange(dead, {});
+  DeadGraphs& dead = dead_graphs();
+  const std::lock_guard<std::mutex> guard(dead.mutex);
+  return std::exchange(dead.tokens, {});
 }
 
 // Whether `token` will be in take_dead() once the graph that is being captured on the stream is gone.

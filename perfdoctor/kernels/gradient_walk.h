@@ -35,6 +35,8 @@ bool is_readable(const c10::TensorImpl* impl) {
   const c10::DispatchKeySet keys = impl->key_set();
   if (keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Negative)) return false;
   if (keys.has(c10::DispatchKey::ZeroTensor) || !impl->has_storage()) return false;  // no memory, or that of torch.func
+  // Storage resized to nothing: the address of a view into it is then its offset alone, which is not 0.
+  if (impl->numel() != 0 && impl->unsafe_storage().data() == nullptr) return false;
   return (impl->is_cuda() || impl->is_cpu()) && impl->layout() == c10::kStrided;
 }
 
@@ -56,7 +58,6 @@ bool read_row(PyObject* item, bool always_grad, int64_t* row) {
   if (code < 0 || !impl->is_non_overlapping_and_dense()) return false;
   row[1] = impl->numel();
   row[0] = row[1] == 0 ? 0 : reinterpret_cast<int64_t>(gradient.data_ptr());
-  if (row[0] == 0 && row[1] != 0) return false;  // storage resized to nothing: there is nothing to read
   const int64_t device = impl->is_cuda() ? impl->device().index() : -1;
   row[2] = code | (of_parameter ? kOfParameter : 0) | ((device + 1) << 32);
   return true;

@@ -144,7 +144,9 @@ class Launcher:
         arguments = [self._target, found, counts, counts.numel(), self._target if loss is None else loss,
                      self._target if excuse is None else excuse, check]  # fmt: skip
         constants = {"HAS_LOSS": loss is not None, "EXCUSE": mode, "SPAN": SPAN}
-        key = (None if loss is None else loss.dtype, mode, None if excuse is None else excuse.dtype)
+        # Where there are counts is part of the key: what repeats the launch of none would go on reading some others.
+        has_counts = counts.numel() > 0
+        key = (None if loss is None else loss.dtype, mode, None if excuse is None else excuse.dtype, has_counts)
         return self._launch("nonfinite", key, arguments, constants, len(arguments), _NOTE_SIZES)
 
     def take(self, snapshot: Tensor, found: Tensor) -> None:
@@ -188,5 +190,5 @@ def _readable(value: Tensor | float) -> Tensor | int:
     """What the kernel gets: a tensor that it can read in place, or the bits of a number."""
     if not isinstance(value, Tensor):
         return bits_of(value)
-    value = value.detach()
-    return value if is_plain(value) else value.resolve_neg().to(torch.float64).clone()
+    # Not detached where it is read in place: inside torch.func.grad that makes a wrapper without memory of its own.
+    return value if is_plain(value) else value.detach().resolve_neg().to(torch.float64).clone()

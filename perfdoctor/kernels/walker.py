@@ -79,6 +79,14 @@ def is_simple(gradient: Tensor) -> bool:
     )
 
 
+def is_freed(gradient: Tensor) -> bool:
+    """Whether a plain tensor's storage was resized to nothing, so that there is nothing to read.
+
+    The address of a view into it is then its offset alone.
+    """
+    return gradient.data_ptr() == gradient.storage_offset() * gradient.itemsize and gradient.numel() > 0
+
+
 def is_dense(gradient: Tensor) -> bool:
     """Whether the elements fill their memory without holes or overlaps, in whatever order."""
     if gradient.is_contiguous():
@@ -113,8 +121,8 @@ def gather_rows_in_python(items: list[Tensor], always_grad: bool) -> Tensor | No
             continue
         if type(item) not in (Tensor, nn.Parameter) or not is_simple(gradient):
             return None
-        if gradient.numel() and gradient.data_ptr() == 0:
-            return None  # storage resized to nothing: there is nothing to read
+        if is_freed(gradient):
+            return None
         device = gradient.device.index if gradient.device.type == "cuda" else -1
         code = ELEMENT_CODES[gradient.dtype] | (OF_PARAMETER if of_parameter else 0) | ((device + 1) << 32)
         rows.append((gradient.data_ptr() if gradient.numel() else 0, gradient.numel(), code))

@@ -112,7 +112,14 @@ def _moved(thing: Any, device: torch.device) -> Any:
     try:
         return thing.to(device, non_blocking=True)
     except TypeError:
+        pass
+    try:
         return thing.to(device)
+    except TypeError as error:
+        raise UsageError(
+            f"a batch holds a {type(thing).__module__}.{type(thing).__qualname__} whose .to(device) fails ({error}): "
+            "let it take a device, give the method another name, or yield its tensors in a dict, list or tuple"
+        ) from error
 
 
 def _mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -199,6 +206,23 @@ def _copied(node: Any) -> Any:
     return twin
 
 
+def _copied_slots(node: Any) -> Any:
+    """A copy of a frozen dataclass. With `__slots__` written by hand `copy` would set them, which it forbids."""
+    slots = [n for kind in type(node).__mro__ for n in _as_names(vars(kind).get("__slots__", ()))]
+    if not slots or hasattr(type(node), "__setstate__") or hasattr(type(node), "__copy__"):
+        return _copied(node)
+    twin = object.__new__(type(node))
+    twin.__dict__.update(node.__dict__) if hasattr(node, "__dict__") else None
+    for name in slots:
+        if name not in ("__dict__", "__weakref__") and hasattr(node, name):
+            object.__setattr__(twin, name, getattr(node, name))
+    return twin
+
+
+def _as_names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
 def _dataclass(node: Any, leaf: Callable[[Any], Any]) -> Any:
     changed = {}
     for field in dataclasses.fields(node):
@@ -208,7 +232,7 @@ def _dataclass(node: Any, leaf: Callable[[Any], Any]) -> Any:
     if not changed:
         return node
     # Neither `replace` nor the constructor: a batch is not validated or counted a second time, and init=False stays.
-    twin = _copied(node)
+    twin = _copied_slots(node) if type(node).__dataclass_params__.frozen else _copied(node)
     for name, new in changed.items():
         object.__setattr__(twin, name, new)
     return twin

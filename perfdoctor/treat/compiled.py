@@ -197,6 +197,9 @@ def _check(model: object, mode: str, backend: Any) -> None:
         raise UsageError(f"compile_model: mode={mode!r} is none of {', '.join(_MODES)}")
     if not (isinstance(backend, str) or callable(backend)):
         raise UsageError(f"compile_model: backend={backend!r}: expected a backend's name or a function")
+    if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):  # type: ignore[no-untyped-call]
+        known = ", ".join(torch._dynamo.list_backends())  # type: ignore[no-untyped-call]
+        raise UsageError(f"compile_model: backend={backend!r} is none of {known}")
     if mode != "default" and not _takes_mode(backend):
         raise UsageError(f"compile_model: mode={mode!r} is a mode of the backend 'inductor'; leave one of the two out")
     reason = compile_obstacle(model)

@@ -22,7 +22,17 @@ from perfdoctor.kernels import metrics_launch, metrics_reference
 from perfdoctor.kernels.pointer_table import is_capturing
 from perfdoctor.treat.devices import named_device, numbered_device
 from perfdoctor.treat.host_ring import HostRing
-from perfdoctor.treat.metric_inputs import as_inputs, as_weight, deferred_values, is_deferred, merged, tensor_device
+from perfdoctor.treat.metric_inputs import (
+    as_inputs,
+    as_weight,
+    computed_together,
+    deferred_values,
+    is_deferred,
+    merged,
+    outside_transforms,
+    part_of,
+    tensor_device,
+)
 from perfdoctor.treat.metric_readings import Reading, check_statistic, combined, reading_of
 from perfdoctor.treat.metric_sinks import sinks_of
 
@@ -115,7 +125,8 @@ class DeviceMetrics:
             named = merged(values, named)
         known = self._known.get(tuple(named))
         if known is None or not self._added_again(known, named, weight):
-            self._add(as_inputs(named), as_weight(weight))
+            with outside_transforms():
+                self._add(as_inputs(named), as_weight(weight))
         self._deliver()  # last: where a sink raises, the update is complete
 
     def latest(self) -> Reading:
@@ -155,9 +166,11 @@ class DeviceMetrics:
         Where torch.distributed is initialised, every rank must call it, and each gets the metrics of all ranks: `mean`
         weighs every value by its own weight, `sum`, `weight`, `min` and `max` are over all ranks' values, `last` and
         `ema` are means over the ranks. `across_ranks=False` reads this rank alone. Values still on their way go to the
-        sinks first; the reading itself does not.
+        sinks first; the reading itself does not. A torchmetrics object talks to its own kind on the other ranks, so
+        every rank must have passed it to `update`, if only before its first value.
 
-        Raises UsageError in a graph capture.
+        Raises UsageError in a graph capture, or on all ranks for a torchmetrics object that one rank lacks, or has no
+        values in while the object keeps lists of them.
         """
         if self.state is not None and is_capturing(self.state.device):
             raise UsageError("DeviceMetrics.read() waits for the device, which a graph capture forbids: read after it")
@@ -168,9 +181,11 @@ class DeviceMetrics:
             while self._ring.num_in_flight:
                 self._arrived.append(self._ring.wait_oldest())
             self._give_out()
-        if across_ranks and torch.distributed.is_available() and torch.distributed.is_initialized():
-            rows = _over_ranks(rows, group)
-        rows = self._with_deferred(rows, across_ranks)
+        across_ranks = across_ranks and torch.distributed.is_available() and torch.distributed.is_initialized()
+        computing = list(self._deferred)
+        if across_ranks:
+            rows, computing = _over_ranks(rows, self._deferred, group)
+        rows = self._with_deferred(rows, computing, across_ranks)
         reading = self._reading(rows, self._num_calls)
         if not across_ranks or reading.step >= self._latest.step:
             self._latest = reading
@@ -313,11 +328,13 @@ class DeviceMetrics:
                 ready.update(deferred_values(name, value))
         return ready
 
-    def _with_deferred(self, rows: dict[str, list[float]], across_ranks: bool) -> dict[str, list[float]]:
-        """Rows with what the torchmetrics objects compute now; over all ranks they do so themselves."""
+    def _with_deferred(
+        self, rows: dict[str, list[float]], computing: list[str], across_ranks: bool
+    ) -> dict[str, list[float]]:
+        """Rows with what these torchmetrics objects compute now; over all ranks they do so themselves."""
         found: dict[str, Any] = {}
-        for name, metric in self._deferred.items():
-            found.update(deferred_values(name, metric, across_ranks))
+        for name in computing:
+            found.update(deferred_values(name, self._deferred[name], across_ranks))
         for name, value in found.items():
             rows[name] = metrics_reference.row_of(float(value), rows.get(name))
         return rows
@@ -357,7 +374,12 @@ class DeviceMetrics:
         return reading_of(rows, self._start_step, num_calls, self._shown)
 
 
-def _over_ranks(rows: dict[str, list[float]], group: Any) -> dict[str, list[float]]:
+def _over_ranks(
+    rows: dict[str, list[float]], deferred: dict[str, Any], group: Any
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Rows of all ranks in one, and the names of the torchmetrics objects that all of them compute, in one order: each
+    `compute` is a collective, and in another order on another rank it would mix up two metrics, or wait for ever."""
+    mine = (rows, {name: part_of(metric) for name, metric in deferred.items()})
     gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, rows, group=group)
-    return combined(gathered)
+    torch.distributed.all_gather_object(gathered, mine, group=group)
+    return combined([rows for rows, _ in gathered]), computed_together([parts for _, parts in gathered])

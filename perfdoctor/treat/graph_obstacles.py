@@ -24,7 +24,7 @@ from perfdoctor.treat import graph_optimizers, graph_sources
 from perfdoctor.treat.graph_batch import map_tensors
 from perfdoctor.treat.graph_emulation import Batch, on_emulated_device
 from perfdoctor.treat.graph_obstacle import GraphObstacles, Obstacle
-from perfdoctor.treat.graph_python_state import Place, PythonState, Reached, described, variable_names
+from perfdoctor.treat.graph_python_state import Place, PythonState, Reached, described_change, variable_names
 from perfdoctor.treat.graph_randomness import random_places
 from perfdoctor.treat.graph_recording import own_copy
 from perfdoctor.treat.graph_trace import Line, StepTrace, gradient_writes, pinning_threads, site_at
@@ -205,7 +205,7 @@ def _frozen_places(watch: _Watch) -> Iterator[Obstacle]:
         what = "binds another tensor to" if tensor else "changes"
         yield _frozen(
             site_at(line),
-            f"{what} {', '.join(names[:4])} in Python ({described(first.before)} -> {described(first.after)}): "
+            f"{what} {', '.join(names[:4])} in Python ({described_change(first.before, first.after)}): "
             "that happens once, at graph capture, and not on replay",
             "write into a fixed device tensor in place (buffer.copy_(value), counter.add_(1)), or return the value and "
             "keep it outside the step",

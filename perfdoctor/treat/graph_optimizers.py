@@ -106,6 +106,30 @@ def _move_counters(state: Any, device: torch.device) -> None:
             state[name] = value.to(device)
 
 
+def give_back(optimizer: optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """The optimizer's own settings again, with the rate it has now; state values stay."""
+    for group, before in zip(optimizer.param_groups, groups, strict=False):
+        rate = group["lr"]
+        for name in ("capturable", "fused", "foreach"):
+            if name in before:
+                group[name] = before[name]
+        group["lr"] = _given_back(rate, before["lr"])
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            step = state.get("step")
+            if isinstance(step, torch.Tensor) and not (group.get("capturable") or group.get("fused")):
+                state["step"] = step.cpu()
+    optimizer.__dict__.pop("_warned_capturable_if_run_uncaptured", None)
+
+
+def _given_back(rate: Any, before: Any) -> Any:
+    """The rate as what it was before: a tensor, or a number, the very one where float32 alone made another of it."""
+    if isinstance(before, torch.Tensor):
+        return rate
+    number = float(rate)
+    return before if number == torch.tensor(before, dtype=torch.float32).item() else number
+
+
 class LearningRates:
     """The device tensors that graphs read their learning rates from, one a param group.
 

@@ -362,3 +362,14 @@ def described(value: Any) -> str:
         return format_plural(len(value), "item")
     text = repr(value) if isinstance(value, _SCALARS) else f"a {type(value).__name__}"
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def described_change(before: Any, after: Any) -> str:
+    """What a value was and is; of two containers of one length the first item that differs."""
+    if isinstance(before, _Content) and isinstance(after, _Content) and len(before.items) == len(after.items):
+        is_dict = issubclass(before.kind, dict)
+        for index, (old, new) in enumerate(zip(before.items, after.items, strict=True)):
+            key, one, other = (old[0], old[1], new[1]) if is_dict and old[0] == new[0] else (index, old, new)
+            if not _same(one, other):
+                return f"[{key!r}] {described(one)} -> {described(other)}"
+    return f"{described(before)} -> {described(after)}"

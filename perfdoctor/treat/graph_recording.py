@@ -21,7 +21,7 @@ from perfdoctor.treat import graph_optimizers
 from perfdoctor.treat.graph_batch import map_tensors
 from perfdoctor.treat.graph_capture import CapturedRun, GraphMemory, detached, gradients, output_leaves, warm_up
 from perfdoctor.treat.graph_failure import failure
-from perfdoctor.treat.graph_python_state import Change, Place, PythonState, code_seen, described
+from perfdoctor.treat.graph_python_state import Change, Place, PythonState, code_seen, described, described_change
 from perfdoctor.treat.snapshot import Snapshot
 from perfdoctor.watch.sync_guard import GuardedSite, SyncGuard, allow_sync, sync_guard
 
@@ -261,7 +261,7 @@ def _check_results(results: list[Any]) -> None:
 
 def frozen_text(changes: Sequence[Change]) -> str:
     """What changes in Python during a step, for a warning."""
-    rows = "; ".join(f"{c.place} ({described(c.before)} -> {described(c.after)})" for c in changes[:6])
+    rows = "; ".join(f"{c.place} ({described_change(c.before, c.after)})" for c in changes[:6])
     more = f" and {len(changes) - 6} more" if len(changes) > 6 else ""
     return (
         f"Python state changes in the step and stays as it is on replay: {rows}{more}. Keep it outside the step, or as "

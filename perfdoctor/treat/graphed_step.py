@@ -154,7 +154,13 @@ class GraphedStep:
         self._forget()
         self._unhook()
         for optimizer, groups in zip(self._parts.optimizers, self._originals, strict=True):
-            _undo(optimizer, groups)
+            graph_optimizers.give_back(optimizer, groups)
+
+    def __getstate__(self) -> Any:
+        raise UsageError(
+            "a graphed step cannot be copied or pickled: its graphs work on the memory of this model and optimizer. "
+            "Call graphed_step again for the copies"
+        )
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -342,22 +348,6 @@ def _difference(key: Any, known: dict[Hashable, Any]) -> str:
     others: list[Any] = list(known)
     nearest = min(others, key=lambda other: sum(a != b for a, b in zip(key, other, strict=True)))
     return ", ".join(text for text, a, b in zip(_PARTS, key, nearest, strict=True) if a != b)
-
-
-def _undo(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """The optimizer's own settings again, with the rate it has now; state values stay."""
-    for group, before in zip(optimizer.param_groups, groups, strict=False):
-        rate = group["lr"]
-        for name in ("capturable", "fused", "foreach"):
-            if name in before:
-                group[name] = before[name]
-        group["lr"] = rate if isinstance(before["lr"], torch.Tensor) else float(rate)
-        for p in group["params"]:
-            state = optimizer.state.get(p, {})
-            step = state.get("step")
-            if isinstance(step, torch.Tensor) and not (group.get("capturable") or group.get("fused")):
-                state["step"] = step.cpu()
-    optimizer.__dict__.pop("_warned_capturable_if_run_uncaptured", None)
 
 
 def _refuses(loop: Loop) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,16 +44,51 @@ def _checked_name(name: object) -> str:
 
 def _checked(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _checked_tensor(name, value)
-    if isinstance(value, (int, float)):  # NumPy's float64 is a float
-        return float(value)
+        return _checked_tensor(name, own_value(name, value))
     if is_deferred(value):
         return value
-    if hasattr(value, "__float__") and not isinstance(value, (str, bytes)):
-        return float(value)  # NumPy's other scalars
-    raise UsageError(
-        f"{name} is a {type(value).__name__}: expected a tensor of one element, a number or a torchmetrics object"
-    )
+    return number_of(name, value, "a tensor of one element, a number or a torchmetrics object")
+
+
+def number_of(name: str, value: Any, expected: str) -> float:
+    """A number of Python's or NumPy's (its arrays of one element too), a Fraction, a Decimal as a float.
+
+    Raises UsageError for anything else, or a number that no float holds.
+    """
+    if not hasattr(value, "__float__") or isinstance(value, (str, bytes)):
+        raise UsageError(f"{name} is a {type(value).__name__}: expected {expected}")
+    shape = getattr(value, "shape", ())
+    if math.prod(shape) != 1:
+        raise UsageError(f"{name} is a {type(value).__name__} of shape {tuple(shape)}: expected {expected}")
+    if getattr(getattr(value, "dtype", None), "kind", "") == "c":  # NumPy would drop the imaginary part with a warning
+        raise UsageError(f"{name} is complex ({value.dtype}): expected a real number, e.g. abs({name})")
+    try:
+        return float(value.item() if shape else value)
+    except OverflowError:
+        raise UsageError(f"{name} is too large for a float (over 1.8e308): expected {expected}") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name} is a {type(value).__name__} that is no number ({error}): expected {expected}"
+        ) from None
+
+
+def own_value(name: str, value: Tensor) -> Tensor:
+    """The tensor itself where torch.func.grad has wrapped it. Raises UsageError inside torch.func.vmap."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_batchedtensor(value):
+            raise UsageError(f"{name} is one value of many inside torch.vmap: use what vmap returns, e.g. its mean")
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, what is made is no wrapper of a torch.func transform that runs at this moment: it has memory."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _checked_tensor(name: str, value: Tensor) -> Tensor:
@@ -99,16 +136,71 @@ def is_deferred(value: object) -> bool:
 def deferred_values(name: str, metric: Any, across_ranks: bool = False) -> dict[str, Any]:
     """What a torchmetrics object computes, by name: on this rank alone unless `across_ranks`.
 
-    Nothing where it was never updated. A dictionary of results becomes `name/key`. Whatever its `compute` does on the
-    host is the metric's own.
+    Nothing where it was never updated; over all ranks it takes part even so, as the others wait for it. A dictionary of
+    results becomes `name/key`. Whatever its `compute` does on the host is the metric's own.
     """
-    members = list(metric.values()) if isinstance(metric, torch.nn.ModuleDict) else [metric]
-    if not all(member.update_called for member in members):
+    if not (across_ranks or part_of(metric).has_values):
         return {}
-    with torch.no_grad(), nullcontext() if across_ranks else _kept_apart(members):
+    with torch.no_grad(), _all_together(_members(metric)) if across_ranks else _kept_apart(_members(metric)):
         result = metric.compute()
     return as_inputs({f"{name}/{key}": value for key, value in result.items()} if isinstance(result, Mapping)
                      else {name: result})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricPart:
+    """What one rank has of a torchmetrics object."""
+
+    has_values: bool
+    """each member of a collection has"""
+    keeps_lists: bool
+    """of all values: torchmetrics gathers them by their number of dimensions, which an empty list does not know"""
+
+
+def part_of(metric: Any) -> MetricPart:
+    """This rank's part."""
+    members = _members(metric)
+    return MetricPart(
+        has_values=all(member.update_called for member in members),
+        keeps_lists=any(isinstance(value, list) for member in members for value in member._defaults.values()),
+    )
+
+
+def computed_together(ranks: Sequence[Mapping[str, MetricPart]]) -> list[str]:
+    """The names of the torchmetrics objects that all ranks can compute together, in the order to do so.
+
+    Raises UsageError, alike on every rank, where one lacks an object or the values that the others would wait for.
+    """
+    names = sorted(set().union(*ranks))
+    for name in names:
+        lacking = [str(rank) for rank, parts in enumerate(ranks) if name not in parts]
+        what = "never passed to update(), and its compute() waits for every rank: pass it on each"
+        if not lacking and any(parts[name].keeps_lists and parts[name].has_values for parts in ranks):
+            lacking = [str(rank) for rank, parts in enumerate(ranks) if not parts[name].has_values]
+            what = "has no values of, and the lists in it cannot be gathered with an empty one: give every rank some"
+        if lacking:
+            raise UsageError(
+                f"{name} is a torchmetrics object that rank {', '.join(lacking)} of {len(ranks)} {what}, or use "
+                "read(across_ranks=False)"
+            )
+    return [name for name in names if any(parts[name].has_values for parts in ranks)]
+
+
+def _members(metric: Any) -> list[Any]:
+    return list(metric.values()) if isinstance(metric, torch.nn.ModuleDict) else [metric]
+
+
+@contextmanager
+def _all_together(members: list[Any]) -> Iterator[None]:
+    """A result kept from before would keep this rank out of the exchange that the others wait in.
+
+    No word about a `compute` before the first `update`: this rank had nothing to add.
+    """
+    for member in members:
+        member._computed = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*compute.* method of metric .* was called before the ``update``")
+        yield
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def hit_of(note: StepNote, record: Sequence[int], step_now: int) -> NonFiniteHit
         parameter=None if index < 0 else note.checks[check][index],
         num_values=num_values,
         num_parameters=num_parameters,
-        num_steps_later=step_now - note.step,
+        num_steps_later=max(0, step_now - note.step),  # a step that finish() found open has not been counted yet
         skipped=note.skips,
     )
 

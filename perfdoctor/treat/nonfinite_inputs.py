@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from perfdoctor.errors import UsageError
 from perfdoctor.kernels.grad_stats import grad_stats
+from perfdoctor.treat.metric_inputs import number_of, own_value
 from perfdoctor.treat.nonfinite_hits import NAMES
 
 
@@ -67,10 +68,9 @@ def loss_of(loss: Any) -> Tensor | float | None:
     """
     if loss is None or isinstance(loss, int):  # a whole number is finite, however large
         return None
-    if isinstance(loss, float):
-        return loss
     if not isinstance(loss, Tensor):
-        raise UsageError(f"loss is a {type(loss).__name__}: expected a tensor or a number")
+        return number_of("loss", loss, "a tensor or a number")
+    loss = own_value("loss", loss)
     if loss.layout is not torch.strided or loss.is_nested or loss.device.type == "meta":
         kind = "nested" if loss.is_nested else loss.layout if loss.layout is not torch.strided else "on the meta device"
         raise UsageError(f"loss is {kind}: expected a dense tensor with a value, e.g. loss.sum()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from perfdoctor.errors import TreatmentRefused
 
 _ABSENT = object()
+_skipping: WeakKeyDictionary[Optimizer, OptimizerHooks] = WeakKeyDictionary()
+"""whose `found_inf` an update has at this moment: two in one update could not give back what was there before"""
 
 
 def refuse_to_skip(optimizer: Optimizer) -> None:
@@ -80,6 +83,11 @@ class OptimizerHooks:
         self._give_back(optimizer)
 
     def _skip_where_found(self, optimizer: Any) -> None:
+        if _skipping.setdefault(optimizer, self) is not self:
+            raise TreatmentRefused(
+                f"on_hit='skip': another NonFiniteWatch skips updates of this {type(optimizer).__name__}, and one is "
+                "enough: give the other on_hit='raise' or a function"
+            )
         before = getattr(optimizer, "found_inf", _ABSENT)
         self._before[id(optimizer)] = (optimizer, before)
         mine = self._found()
@@ -90,6 +98,7 @@ class OptimizerHooks:
         if id(optimizer) not in self._before:
             return
         before = self._before.pop(id(optimizer))[1]
+        _skipping.pop(optimizer, None)
         if before is not _ABSENT:
             optimizer.found_inf = before
         elif hasattr(optimizer, "found_inf"):

@@ -75,6 +75,8 @@ class DevicePrefetcher:
         _require_iterable(loader)
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise UsageError(f"DevicePrefetcher(depth={depth!r}): expected a whole number of batches, 1 or more")
+        if not isinstance(stable_addresses, bool):
+            raise UsageError(f"DevicePrefetcher(stable_addresses={stable_addresses!r}): expected True or False")
         self.loader = loader
         self.depth = depth
         self.stable_addresses = stable_addresses

@@ -21,6 +21,7 @@ from perfdoctor.watch.tensor_method import TensorMethod
 LOG_EVERY = 10
 # They act on what they read (GradScaler on an overflow, an optimizer on its step count).
 _ACTING = (TORCH, PYTHON)
+_num_applied = 0
 _READS = ("item", "tolist", "__float__", "__int__")
 
 
@@ -45,20 +46,26 @@ def _gc_frozen(loop: Loop) -> Iterator[Loop]:
 
 
 def _refuse_log_every(loop: Loop) -> str | None:
-    return needs_cuda(loop, "a read that waits")
+    refusal = needs_cuda(loop, "a read that waits")
+    if refusal:
+        return refusal
+    return f"only every {LOG_EVERY}th read waits already" if _num_applied else None
 
 
 @contextmanager
 def _log_every(loop: Loop) -> Iterator[Loop]:
     """One-element device tensors that a line reads: really on every tenth pass, else the line gets its last value."""
+    global _num_applied
     patches = Patches()
     last: dict[tuple[Any, int, int], tuple[int, Any]] = {}
+    _num_applied += 1
     try:
         for name in _READS:
             method = getattr(torch.Tensor, name)
             patches.replace(torch.Tensor, name, TensorMethod(method, _reader(loop.device.type, last)))
         yield loop
     finally:
+        _num_applied -= 1
         patches.undo()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from perfdoctor.treat.cures import CURES
+from perfdoctor.treat.loader_layers import Layer, beneath, layer_names, layered, num_batches
 from perfdoctor.treat.switches_precision import needs_cuda
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.units import format_plural
@@ -45,7 +46,7 @@ def _refuse_workers(loop: Loop) -> str | None:
         return f"the loader has {format_plural(loader.num_workers, 'worker')} already"
     if usable_cpus() < 2:
         return "this process may use one CPU; a worker would only take turns with it"
-    on_device = [name for name, value in vars(loader.dataset).items() if _on_device(value)]
+    on_device = [name for name, value in getattr(loader.dataset, "__dict__", {}).items() if _on_device(value)]
     if on_device:
         return f"the dataset's {on_device[0]} lies on the device, which a worker process cannot use"
     return None
@@ -75,48 +76,10 @@ def _refuse_persistent(loop: Loop) -> str | None:
 
 
 @contextmanager
-def _loader_set(loop: Loop, settings: Callable[[Any], dict[str, Any]]) -> Iterator[Loop]:
+def _loader_set(loop: Loop, name: str, settings: Callable[[Any], dict[str, Any]]) -> Iterator[Loop]:
     """Settings of the loader itself; they hold from its next `iter()` on. Workers started here are ended here."""
-    loader: Any = loop.loader
-    held = vars(loader)
-    wanted = settings(loader)
-    before = {name: held[name] for name in (*wanted, "_iterator") if name in held}
-    kind = type(loader)
-    drawing = _of_type(kind, lambda self: _iterated(self, kind))
-    try:
-        loader.__class__ = drawing
-        # Past __setattr__, which forbids some after construction; the loader reads all of them at its next iter().
-        held.update(wanted, _iterator=None)
+    with layered(loop.loader, Layer(name=name, settings=settings(loop.loader))):
         yield loop
-    finally:
-        if type(loader) is drawing:
-            loader.__class__ = kind
-        ours = held.get("_iterator")
-        for name in (*wanted, "_iterator"):
-            held.pop(name, None)
-        held.update(before)
-        if ours is not None and ours is not before.get("_iterator"):
-            _end_workers(ours)
-
-
-def _of_type(kind: type, iterate: Callable[[Any], Iterator[Any]]) -> type:
-    """A loader's type with another `iter`, which Python looks up on the type and not on the object."""
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
-
-
-def _iterated(loader: Any, kind: Any) -> Iterator[Any]:
-    """A new iterator draws a seed for its workers from torch's generator; one whose workers persist does not when it
-    is used again. The draw is made here, so that shuffling and dropout go on as they would have."""
-    if loader.persistent_workers and loader._iterator is not None:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    batches: Iterator[Any] = kind.__iter__(loader)
-    return batches
-
-
-def _end_workers(iterator: Any) -> None:
-    end = getattr(iterator, "_shutdown_workers", None)
-    if end is not None:
-        end()
 
 
 def _fitting_workers() -> int:
@@ -141,8 +104,8 @@ def _refuse_prefetch(loop: Loop) -> str | None:
         return refusal
     if loop.loader is None:
         return NO_LOADER
-    if type(loop.loader).__name__ == "DevicePrefetcher":
-        return "the loader is a DevicePrefetcher already"
+    if type(loop.loader).__name__ == "DevicePrefetcher" or "prefetch" in layer_names(loop.loader):
+        return "the loader prefetches to the device already"
     return None
 
 
@@ -160,35 +123,32 @@ def _prefetch(loop: Loop) -> Iterator[Loop]:
         finally:
             prefetcher.close()
         return
-    kind = type(loader)
-    prefetcher = DevicePrefetcher(_AsItWas(loader, kind), loop.device)
-    treated = _of_type(kind, lambda _: iter(prefetcher))
+    layer = Layer(name="prefetch")
+    prefetcher = DevicePrefetcher(_AsItWas(loader, layer), loop.device)
+    layer.iterate = functools.partial(iter, prefetcher)
     try:
-        loader.__class__ = treated
-        yield loop
+        with layered(loader, layer):
+            yield loop
     finally:
-        if type(loader) is treated:
-            loader.__class__ = kind
         prefetcher.close()
 
 
 class _AsItWas:
     """A DataLoader's own batches, while the loader itself gives others."""
 
-    def __init__(self, loader: Any, kind: type) -> None:
+    def __init__(self, loader: Any, layer: Layer) -> None:
         self._loader = loader
-        self._kind: Any = kind
+        self._layer = layer
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = self._kind.__iter__(self._loader)
-        return batches
+        return beneath(self._loader, self._layer)
 
     def __len__(self) -> int:
-        return int(self._kind.__len__(self._loader))
+        return num_batches(self._loader)
 
 
-def _setting(settings: Callable[[Any], dict[str, Any]]) -> Any:
-    return functools.partial(_loader_set, settings=settings)
+def _setting(name: str, settings: Callable[[Any], dict[str, Any]]) -> Any:
+    return functools.partial(_loader_set, name=name, settings=settings)
 
 
 LOADER = (
@@ -197,7 +157,7 @@ LOADER = (
         cures=CURES["dataloader_workers"],
         numerics=Numerics(why=_ORDER),
         refuses=_refuse_workers,
-        applied=_setting(_worker_settings),
+        applied=_setting("dataloader_workers", _worker_settings),
         lines=_worker_lines(),
     ),
     Treatment(
@@ -205,7 +165,7 @@ LOADER = (
         cures=CURES["pin_memory"],
         numerics=Numerics(why="the same bytes, copied from pinned memory"),
         refuses=_refuse_pinning,
-        applied=_setting(lambda _: {"pin_memory": True}),
+        applied=_setting("pin_memory", lambda _: {"pin_memory": True}),
         lines=("loader = DataLoader(..., pin_memory=True)", "x = x.to(device, non_blocking=True)"),
     ),
     Treatment(
@@ -213,7 +173,7 @@ LOADER = (
         cures=CURES["persistent_workers"],
         numerics=Numerics(why=_ORDER),
         refuses=_refuse_persistent,
-        applied=_setting(lambda _: {"persistent_workers": True}),
+        applied=_setting("persistent_workers", lambda _: {"persistent_workers": True}),
         lines=_worker_lines(),
     ),
     Treatment(

@@ -18,6 +18,7 @@ from perfdoctor.watch.patches import Patches
 NO_OPTIMIZER = "the loop's optimizer is not known: pass optimizers="
 # Kinds whose fused kernel exists on CUDA since torch 2.4; a subclass may have overridden step.
 _FUSED = {"cuda": ("Adam", "AdamW", "SGD"), "cpu": ("Adam", "AdamW", "SGD", "Adagrad")}
+_ALWAYS_NONE, _OURS = "_perfdoctor_always_none", "_perfdoctor_clip"  # mark what stands in for torch's
 _STEP = "step"  # the state that a fused kernel wants on the device
 
 
@@ -105,15 +106,21 @@ def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _refuse_set_to_none(loop: Loop) -> str | None:
-    return None if loop.optimizers or loop.model is not None else NO_OPTIMIZER
+    owners = _owners_of_zero_grad(loop)
+    if not owners:
+        return NO_OPTIMIZER
+    return "zero_grad sets to None already" if all(hasattr(o.zero_grad, _ALWAYS_NONE) for o in owners) else None
+
+
+def _owners_of_zero_grad(loop: Loop) -> list[Any]:
+    return [*loop.optimizers, *([loop.model] if loop.model is not None else [])]
 
 
 @contextmanager
 def _set_to_none(loop: Loop) -> Iterator[Loop]:
     patches = Patches()
-    owners: list[Any] = [*loop.optimizers, *([loop.model] if loop.model is not None else [])]
     try:
-        for owner in owners:
+        for owner in _owners_of_zero_grad(loop):
             patches.replace(owner, "zero_grad", _always_none(owner.zero_grad))
         yield loop
     finally:
@@ -125,6 +132,7 @@ def _always_none(original: Callable[..., None]) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
         original(set_to_none=True)
 
+    setattr(zero_grad, _ALWAYS_NONE, True)
     return zero_grad
 
 
@@ -133,6 +141,8 @@ def _refuse_clip(loop: Loop) -> str | None:
         return f"our clip is one kernel on a CUDA device; the loop runs on {loop.device}"
     if not loop.optimizers and loop.model is None:
         return "neither model nor optimizer is known: pass one"
+    if _is_clip_ours():
+        return "torch's clip_grad_norm_ is ours already"
     if _clip_cell() is None:
         return f"torch {torch.__version__} builds clip_grad_norm_ otherwise; call perfdoctor.clip_grad_norm_ instead"
     return None
@@ -147,6 +157,11 @@ def _clip_cell() -> CellType | None:
     inner = getattr(outer, "__wrapped__", None)
     cells = outer.__closure__ or () if isinstance(outer, FunctionType) else ()
     return next((cell for cell in cells if inner is not None and cell.cell_contents is inner), None)
+
+
+def _is_clip_ours() -> bool:
+    outer: Any = torch.nn.utils.clip_grad_norm_
+    return any(hasattr(cell.cell_contents, _OURS) for cell in getattr(outer, "__closure__", None) or ())
 
 
 @contextmanager
@@ -185,6 +200,7 @@ def _through(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             inside = False
 
+    setattr(clip, _OURS, True)
     return clip
 
 

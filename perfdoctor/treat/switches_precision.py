@@ -15,6 +15,7 @@ from perfdoctor.watch.patches import Patches
 
 NO_MODEL = "the loop's model is not known: pass model="
 _LOW = (torch.bfloat16, torch.float16)
+_BF16 = "_perfdoctor_bf16_autocast"  # marks a forward that runs under it
 
 
 def has_convolution(model: torch.nn.Module) -> bool:
@@ -37,7 +38,7 @@ def _refuse_bf16(loop: Loop) -> str | None:
         return "the model has no floating-point parameters"
     if all(dtype in _LOW for dtype in floats):
         return f"the model's parameters are {floats[0]} already"
-    if torch.is_autocast_enabled(loop.device.type):
+    if torch.is_autocast_enabled(loop.device.type) or hasattr(loop.model.forward, _BF16):
         return "autocast is on already"
     if loop.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return f"{torch.cuda.get_device_name(loop.device)} has no bfloat16 arithmetic (compute capability 8.0 has)"
@@ -57,6 +58,7 @@ def _bf16(loop: Loop) -> Iterator[Loop]:
         with torch.autocast(loop.device.type, dtype=torch.bfloat16):
             return _widened(original(*args, **kwargs))
 
+    setattr(forward, _BF16, True)
     patches = Patches()
     try:
         patches.replace(model, "forward", forward)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from perfdoctor.kernels import walker
+from perfdoctor.kernels import kernel_launch, walker
+from perfdoctor.kernels.finite_launch import Checks
 from perfdoctor.kernels.metrics_launch import bits_of
 
 DRIVER = ctypes.CDLL(os.environ["DRIVER_STAND_IN"], ctypes.RTLD_GLOBAL)  # before the walker looks for libcuda.so.1
@@ -176,3 +177,48 @@ def test_an_event_is_not_asked_in_a_graph_capture(module: Any) -> None:
     number("query_code").value = 700
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         module.has_come(STREAM, 5)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_memory_that_is_gone_is_not_read(module: Any, start: int) -> None:
+    whole, pairs = torch.ones(4), pairs_with_gradients()
+    loss = whole[start]
+    scalars = module.ScalarLaunch(launch_of(module, [0] * 4), -1, [1.0, loss])
+    check = checked(module, pairs, loss, None)
+    assert scalars.run(STREAM, 55, 1.0, {"loss": loss})
+    assert check.run(STREAM, pairs, loss, None, 1)
+    whole.untyped_storage().resize_(0)
+    assert not scalars.run(STREAM, 55, 1.0, {"loss": loss})
+    assert not check.run(STREAM, pairs, loss, None, 1)
+    part = torch.ones(100)
+    pairs[39][1].grad = part[start : start + 40]
+    check = checked(module, pairs, None, None)
+    assert check.run(STREAM, pairs, None, None, 1)
+    part.untyped_storage().resize_(0)
+    assert not check.run(STREAM, pairs, None, None, 1)
+    assert number("num_launches").value == 3
+
+
+@pytest.mark.parametrize("loss", [None, torch.ones(())], ids=["no loss", "a loss"])
+def test_a_check_without_gradients_never_reads_the_counts_of_another(
+    module: Any, loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts live for one check: a prepared launch that went on pointing at them would read freed memory."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+
+    def prepare(_: Any, device: Any, grid: int, arguments: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return launch_of(module, [kernel_launch.word_of(argument) for argument in arguments], sizes)
+
+    monkeypatch.setattr(kernel_launch, "prepare", prepare)
+    monkeypatch.setattr(kernel_launch, "launch", lambda *_: None)
+    checks = Checks(torch.zeros(8, dtype=torch.int64), torch.zeros(()), "torch")
+    checks._launcher.is_triton = True
+    checks.note(None, loss, None, False, 0)
+    for number_of_check in range(1, 4):
+        counts = torch.ones(5, dtype=torch.int64)
+        checks.note(counts, loss, None, False, number_of_check)
+        if number_of_check > 1:  # the first went through Triton
+            assert words(4)[2:] == [counts.data_ptr(), 5]
+        assert checks.repeat([], loss, None, False, number_of_check) == ()
+        assert words(4)[2] == checks._no_counts.data_ptr()
+        assert words(4)[3] & 0xFFFFFFFF == 0

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from perfdoctor.errors import UsageError
 from perfdoctor.kernels import walker
+from perfdoctor.kernels.grad_stats import clip_grad_norm_, grad_norm, grad_stats
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +185,27 @@ def test_without_a_compiler_python_walks(monkeypatch: pytest.MonkeyPatch) -> Non
         assert rows.tolist()[0][1:] == [3, 0]
     finally:
         walker.compiled_walker.cache_clear()
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_gradient_whose_memory_is_gone(compiled: Any, start: int) -> None:
+    """A view into storage that was resized to nothing has its offset as its address: not 0, and no memory either."""
+    whole = torch.ones(8)
+    gone = whole[start : start + 2]
+    chosen = [torch.ones(2), gone]
+    rows = compiled.gather(chosen, False)
+    walks = (compiled.Walk(rows), walker.PythonWalk(rows))
+    whole.untyped_storage().resize_(0)
+    assert compiled.gather(chosen, False) is None
+    assert walker.gather_rows_in_python(chosen, False) is None
+    assert not any(walk.matches(chosen, False) for walk in walks)
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = gone
+    for read in (grad_norm, lambda items: clip_grad_norm_(items, 1.0), lambda items: grad_stats([("a", items[0])])):
+        with pytest.raises(UsageError, match=r"gradient 0 \(shape \(2,\)\) has no memory"):
+            read([parameter])
+
+
+def test_nothing_to_read_is_no_gone_memory() -> None:
+    chosen = [torch.zeros(0), torch._efficientzerotensor((2,)), torch.full((2,), 3.0)]
+    assert float(grad_norm(chosen)) == pytest.approx(math.sqrt(18), rel=1e-6)

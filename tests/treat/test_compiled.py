@@ -194,3 +194,10 @@ def test_the_treatment_compiles_for_the_time_of_the_block() -> None:
         assert treatment("compile").refuses(loop) is not None
         assert torch.allclose(model(x), wanted, rtol=treatment("compile").numerics.rtol)
     assert model._compiled_call_impl is None
+
+
+def test_a_backend_that_torch_does_not_know_is_named_before_anything_changes() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"backend='turbo' is none of .*inductor"):
+        compile_model(model, backend="turbo")
+    assert model._compiled_call_impl is None

@@ -204,3 +204,16 @@ def test_metrics_that_go_while_copies_are_on_their_way() -> None:
     others = [torch.zeros(32, 64, 8, dtype=torch.float64).pin_memory() for _ in range(4)]
     torch.cuda.synchronize()
     assert not any(other.any() for other in others)
+
+
+def test_a_value_inside_a_function_transform() -> None:
+    metrics = DeviceMetrics(statistic="sum")
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = x.square().sum()
+        metrics.update(loss=loss)
+        return loss
+
+    for _ in range(3):
+        torch.func.grad(loss_of)(torch.ones(3, device="cuda"))
+    assert metrics.read()["loss"] == 9

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import decimal
+import fractions
 import math
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,3 +124,51 @@ def test_numbers_first_on_a_gpu() -> None:
     reading = metrics.read()
     assert (reading.statistics["rate"].sum, reading.statistics["loss"].mean) == (1.0, 3.0)
     assert reading.step == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (10**400, "x is too large for a float"),
+        (fractions.Fraction(10**400), "x is too large for a float"),
+        (np.ones(2), r"x is a ndarray of shape \(2,\)"),
+        (np.ones(0), r"x is a ndarray of shape \(0,\)"),
+        (np.complex64(1 + 2j), r"x is complex \(complex64\)"),
+        (np.ones(1, dtype=complex), "x is complex"),
+        (np.array("a"), "x is a ndarray that is no number"),
+        (1j, "x is a complex"),
+    ],
+)
+def test_what_no_float_holds_is_named(value: Any, message: str) -> None:
+    metrics = DeviceMetrics()
+    with pytest.raises(UsageError, match=message):
+        metrics.update(x=value)
+    with pytest.raises(UsageError, match=message.replace("x is", "weight is")):
+        metrics.update(x=1.0, weight=value)
+    assert metrics.read() == {}
+
+
+@pytest.mark.parametrize(
+    "three", [np.float32(3), np.array(3.0), np.array([[3]]), np.uint8(3), fractions.Fraction(3), decimal.Decimal(3)]
+)
+def test_numbers_of_every_kind(three: Any) -> None:
+    metrics = DeviceMetrics()
+    metrics.update(x=three, weight=three)
+    assert (metrics.read()["x"], metrics.read().statistics["x"].sum) == (3.0, 9.0)
+
+
+def test_inside_a_function_transform() -> None:
+    metrics = DeviceMetrics()
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = x.square().sum()
+        metrics.update(loss=loss)
+        return loss
+
+    assert torch.func.grad(loss_of)(torch.ones(3)).tolist() == [2, 2, 2]
+    assert metrics.state is not None
+    assert metrics.state.data_ptr()  # memory of its own, made inside the transform
+    assert metrics.read()["loss"] == 3
+    with pytest.raises(UsageError, match=r"loss is one value of many inside torch\.vmap"):
+        torch.func.vmap(loss_of)(torch.ones(2, 3))
+    assert metrics.read().step == 1

@@ -288,3 +288,18 @@ def test_threads_that_the_step_starts() -> None:
             return loss
 
         assert rows(step, parts.x) == [("capture-other-thread", line) for line in lines_marked(step)]
+
+
+def test_the_item_of_a_container_that_changes_is_shown() -> None:
+    parts = Parts()
+    counts, names = {"seen": 1, "kept": 5}, ["a", "b"]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counts["seen"] += 1
+        names[1] = f"{counts['seen']}"
+        return parts.trained(x)
+
+    text = str(graph_obstacles(step, parts.x))
+    assert "changes counts in Python (['seen'] 3 -> 4)" in text
+    assert "changes names in Python ([1] '3' -> '4')" in text
+    assert (counts, names) == ({"seen": 1, "kept": 5}, ["a", "b"])

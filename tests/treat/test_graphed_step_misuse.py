@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +76,37 @@ def test_after_release_it_runs_eagerly_and_the_optimizer_stays_as_it_was() -> No
     assert graphed.num_eager == eager + 3
     assert graphed.num_graphs == 0
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert optimizer.param_groups[0]["lr"] == 0.1  # not the float32 that the device had
     assert isinstance(optimizer.param_groups[0]["lr"], float)
     assert not optimizer.param_groups[0]["capturable"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("rate", [0.1, 1e-3, 3e-4, 0.5])
+def test_release_gives_back_the_rate_to_the_last_bit_or_as_it_was_scheduled(kind: Any, rate: float) -> None:
+    model, _, x, _ = parts()
+    optimizer = kind(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    for num_steps, expected in ((1, rate), (2, pytest.approx(rate / 2, rel=1e-6))):
+        graphed = graphed_step(step, x, model=model, optimizer=optimizer)
+        for _ in range(num_steps):
+            graphed(x)
+            if num_steps == 2:
+                schedule.step()
+        graphed.release()
+        found = optimizer.param_groups[0]["lr"]
+        assert found == expected
+        assert isinstance(found, float)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_graphed_step_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    model, optimizer, x, step = parts()
+    with pytest.raises(UsageError, match="a graphed step cannot be copied or pickled"):
+        copied(graphed_step(step, x, model=model, optimizer=optimizer))

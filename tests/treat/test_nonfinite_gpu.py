@@ -11,6 +11,7 @@ from torch import nn
 
 from perfdoctor.errors import NonFiniteError, UsageError
 from perfdoctor.kernels import walker
+from perfdoctor.kernels.grad_stats import clip_grad_norm_, grad_norm
 from perfdoctor.treat.nonfinite import NonFiniteWatch
 from perfdoctor.watch.sync_guard import sync_guard
 
@@ -242,3 +243,54 @@ def test_other_streams() -> None:
         torch.cuda.current_stream().wait_stream(side)
     watch.finish()
     assert [(hit.step, hit.parameter) for hit in found] == [(3, "2.bias")]
+
+
+def test_a_loss_alone_after_counts_that_are_gone() -> None:
+    """float64 gradients are counted apart, into memory that lives for one check and is then used for other numbers."""
+    model, _ = model_and_optimizer()
+    model.double()
+    hits: list[Any] = []
+    watch = NonFiniteWatch(model, on_hit=hits.append)
+    zero = torch.zeros((), device="cuda")
+    for _ in range(20):
+        with watch:
+            watch.check(zero)
+            watch.step()
+        model(torch.ones(2, 16, dtype=torch.float64, device="cuda")).sum().backward()
+        watch.check(zero)
+        watch.step()
+        others = [torch.full((64,), 7, dtype=torch.int64, device="cuda") for _ in range(64)]
+        with watch:
+            watch.check(zero)
+            watch.step()
+        del others
+    watch.finish()
+    assert hits == []
+
+
+def test_memory_that_is_gone_is_not_read() -> None:
+    parameter = nn.Parameter(torch.zeros(2, device="cuda"))
+    whole = torch.ones(8, device="cuda")
+    parameter.grad = whole[2:4]
+    for read in (grad_norm, lambda items: clip_grad_norm_(items, 1.0)):
+        assert float(read([parameter])) > 0
+    whole.untyped_storage().resize_(0)
+    for read in (grad_norm, lambda items: clip_grad_norm_(items, 1.0)):
+        with pytest.raises(UsageError, match="has no memory"):
+            read([parameter])
+    torch.cuda.synchronize()
+
+
+def test_a_loss_inside_a_function_transform() -> None:
+    watch = NonFiniteWatch(nn.Linear(2, 1).cuda(), on_hit=lambda _: None)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = (x * math.inf).sum()
+        watch.check(loss)
+        return loss
+
+    for _ in range(3):
+        torch.func.grad(loss_of)(torch.ones(2, device="cuda"))
+        watch.step()
+    watch.finish()
+    assert [hit.step for hit in watch.hits] == [1, 2, 3]

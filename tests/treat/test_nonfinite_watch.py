@@ -15,7 +15,7 @@ from nonfinite_loops import model_on
 from torch import nn
 
 from perfdoctor.emulate import emulate_cuda
-from perfdoctor.errors import NonFiniteError, UsageError
+from perfdoctor.errors import NonFiniteError, TreatmentRefused, UsageError
 from perfdoctor.treat.nonfinite import NonFiniteWatch
 from perfdoctor.treat.nonfinite_hits import NonFiniteHit
 from perfdoctor.watch.sync_guard import sync_guard
@@ -183,3 +183,102 @@ def test_whole_numbers_of_any_size_are_finite() -> None:
 def test_wrong_use_is_named(make: Callable[[Any], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(model_on("cpu"))
+
+
+def test_an_optimizer_at_the_place_of_a_dead_one_has_its_own_parameters() -> None:
+    parts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(30))
+    seen: list[str | None] = []
+    with NonFiniteWatch(parts, on_hit=lambda hit: seen.append(hit.parameter)) as watch:
+        for part in parts:  # as many parameters each: nothing but their identity tells them apart
+            optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+            part.weight.grad = torch.full((2, 2), math.nan)
+            optimizer.step()
+            watch.step()
+            del optimizer
+            gc.collect()
+    assert seen == [f"{index}.weight" for index in range(30)]
+
+
+def test_parameters_exchanged_in_a_group_are_watched() -> None:
+    parts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+    optimizer = torch.optim.SGD([parts[0].weight, parts[1].weight], lr=0.1)
+    seen: list[str | None] = []
+    with NonFiniteWatch(parts, on_hit=lambda hit: seen.append(hit.parameter)) as watch:
+        for part in parts:
+            part.weight.grad = torch.zeros(2, 2)
+        optimizer.step()
+        watch.step()
+        optimizer.param_groups[0]["params"][1] = parts[2].weight
+        parts[2].weight.grad = torch.full((2, 2), math.inf)
+        optimizer.step()
+        watch.step()
+    assert seen == ["2.weight"]
+
+
+def stopped_before_its_step(model: nn.Module) -> None:
+    with NonFiniteWatch(model) as watch:
+        for loss in (1.0, 2.0, math.nan):
+            watch.check(loss)
+            if math.isnan(loss):
+                break
+            watch.step()
+
+
+def test_a_check_that_no_step_followed_is_not_lost() -> None:
+    model = model_on("cpu")
+    with pytest.raises(NonFiniteError, match=r"step 3: the loss is not finite\. Training went 0 steps on"):
+        stopped_before_its_step(model)
+    by_hand = NonFiniteWatch(model, on_hit=lambda _: None)
+    by_hand.check(math.inf)
+    by_hand.finish()
+    by_hand.step()
+    by_hand.finish()
+    assert [hit.step for hit in by_hand.hits] == [1]
+
+
+@pytest.mark.parametrize("wide", ["float32", "float16", "float64", "longdouble", "array"])
+def test_a_loss_of_numpy_is_a_number(wide: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    make = numpy.array if wide == "array" else getattr(numpy, wide)
+    watch = NonFiniteWatch(model_on("cpu"), on_hit=lambda _: None)
+    for value in (1.0, math.nan, -math.inf):
+        watch.check(make(value))
+        watch.step()
+    assert [hit.step for hit in watch.hits] == [2, 3]
+    with pytest.raises(UsageError, match=r"loss is a ndarray of shape \(2,\)"):
+        watch.check(numpy.ones(2))
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(UsageError, match="on the meta device"):
+        NonFiniteWatch(nn.Linear(2, 1, device="meta")).check(1.0)
+
+
+def test_a_loss_inside_a_function_transform() -> None:
+    watch = NonFiniteWatch(model_on("cpu"), on_hit=lambda _: None)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = (x * math.inf).sum()
+        watch.check(loss)
+        return loss
+
+    torch.func.grad(loss_of)(torch.ones(2))
+    watch.step()
+    assert [hit.step for hit in watch.hits] == [1]
+    with pytest.raises(UsageError, match=r"inside torch\.vmap"):
+        torch.func.vmap(loss_of)(torch.ones(2, 3))
+
+
+def test_two_watches_do_not_skip_one_update() -> None:
+    model = model_on("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model(torch.ones(2, 3)).sum().backward()
+    first, second = NonFiniteWatch(model, on_hit="skip"), NonFiniteWatch(model, on_hit="skip")
+    with pytest.raises(TreatmentRefused, match="another NonFiniteWatch skips updates of this SGD"), first, second:
+        optimizer.step()
+    assert not hasattr(optimizer, "found_inf")
+    for watch in (second, first):  # each alone works, before and after
+        with watch:
+            optimizer.step()
+            watch.step()
+        assert not hasattr(optimizer, "found_inf")

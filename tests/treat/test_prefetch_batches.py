@@ -266,3 +266,41 @@ def test_batches_that_cannot_be_taken_apart_are_named() -> None:
     endless.append(endless)
     with pytest.raises(UsageError, match="contains itself"):
         through(endless)
+
+
+@dataclasses.dataclass(frozen=True)
+class HandMade:
+    __slots__ = ("image", "name", "unset")
+    image: torch.Tensor
+    name: str
+
+
+class Named(HandMade):
+    """Has a `__dict__` beside its parent's slots."""
+
+
+@pytest.mark.parametrize("kind", [HandMade, Named])
+def test_a_frozen_dataclass_with_slots_by_hand(kind: Any) -> None:
+    given = kind(torch.ones(1), "a")
+    if kind is Named:
+        vars(given)["note"] = 7
+    got = through(given)
+    assert type(got) is kind
+    assert is_one_on_device(got.image)
+    assert (got.name, hasattr(got, "unset"), getattr(got, "note", 7)) == ("a", False, 7)
+    assert not given.image.is_cuda
+
+
+class Letter:
+    def to(self) -> str:
+        return "an address"
+
+
+def test_an_object_whose_to_takes_no_device_is_named() -> None:
+    with pytest.raises(UsageError, match=r"Letter whose \.to\(device\) fails .*yield its tensors in a dict"):
+        through({"mail": Letter(), "image": torch.ones(1)})
+
+
+def test_a_flag_that_is_no_flag() -> None:
+    with pytest.raises(UsageError, match="stable_addresses='no'"):
+        DevicePrefetcher([], "cuda", stable_addresses="no")  # type: ignore[arg-type]
