@@ -174,7 +174,7 @@ def _timed(example: Any, variant: Variant, inputs: tuple[Any, ...], moved: int, 
 
 
 _HEAD = (
-    f"{'variant':<76}{'ms':>9}{'spread':>8}{'moved':>10}{'GB/s':>8}{'of the roof':>13}{'useful GB/s':>13}"
+    f"{'variant':<76}{'ms':>9}{'spread':>9}{'moved':>10}{'GB/s':>8}{'of the roof':>13}{'useful GB/s':>13}"
     f"{'error/allowed':>15}"
 )
 
@@ -185,7 +185,7 @@ def _line(row: Row) -> str:
     if "failed" in row:
         return f"{row['variant']:<76} FAILED {row['failed']}"
     return (
-        f"{row['variant']:<76}{row['ms']:9.3f}{row['spread']:8.1%}{format_bytes(row['moved_bytes']):>10}"
+        f"{row['variant']:<76}{row['ms']:9.3f}{row['spread']:9.1%}{format_bytes(row['moved_bytes']):>10}"
         f"{row['moved_per_s'] / 1e9:8.0f}{row['of_roof']:13.1%}{row['useful_per_s'] / 1e9:13.0f}{row['error']:15.2f}"
         + ("  WRONG" if row["wrong"] else "")
     )

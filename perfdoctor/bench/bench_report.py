@@ -24,7 +24,7 @@ def render_bench_text(results: Sequence[BenchResult], where: Conditions) -> str:
         lines += [f"  {note}" for note in result.notes]
         doubts = [row.measurement.warning for row in result.rows if row.measurement.warning]
         if doubts:
-            lines.append(f"  {len(doubts)} of {len(result.rows)} times are unsteady: {doubts[0]}")
+            lines.append(f"  {len(doubts)} of {len(result.rows)} times are unsteady; the first, {doubts[0]}")
     return "\n".join(lines) + "\n"
 
 

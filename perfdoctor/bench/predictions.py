@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [_loaded(row) for path in options.merge for row in json.loads(path.read_text())]
     pairs = find_pairs(options.folders or ([] if options.merge else [_DEFAULT]))
     if not pairs and not rows:
-        print("no folder with slow.py and fixed.py was named", file=sys.stderr)
+        named = ", ".join(map(str, options.folders or [_DEFAULT]))
+        print(f"no folder with slow.py and fixed.py: {named} (e.g. {_DEFAULT}/several)", file=sys.stderr)
         return 2
     print(_HEAD)
     for row in rows:

@@ -77,9 +77,9 @@ def _messages(new: CheckReport, num_known: int, options: argparse.Namespace, *, 
 
 def _held_against(new: CheckReport, num_known: int, options: argparse.Namespace, *, over: bool) -> str:
     """What was held against what, in one line."""
-    what = f"sites not in {options.baseline}" if options.baseline else "all sites"
+    what = f"sites not in {options.baseline}" if options.baseline else "its sites"
     text = (
-        f"{'over' if over else 'within'} the budget: {what}, of {new.source}, make "
+        f"{'over' if over else 'within'} the budget: {new.source}: {what} make "
         f"{format_plural(new.syncs_per_step, 'sync')} a step, {options.budget:g} allowed "
         f"({format_plural(new.num_steps, 'step')} on {new.device})"
     )

@@ -72,7 +72,10 @@ def _parser() -> Parser:
 
 
 def _share(text: str) -> float:
-    value = float(text)  # argparse turns the ValueError into a complaint
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text} is no percentage of 0 or more")
     return value

@@ -142,7 +142,7 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="OPTION",
-        help="a further option for nsys: --extra=--gpu-metrics-device=0",
+        help="a further option for nsys, as in --extra=--stats=true",
     )
     parser.add_argument(
         "--limit",

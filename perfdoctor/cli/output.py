@@ -49,14 +49,20 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def count(text: str) -> int:
     """The type of an option that takes a number of things, 1 or more."""
-    value = int(text)  # argparse turns the ValueError into a complaint
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least one is needed")
     return value
 
 
 def _percent(text: str) -> float:
-    value = float(text)  # argparse turns the ValueError into a complaint
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to 100")
     return value
@@ -96,7 +102,7 @@ def write_whole(path: str, text: str) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise OSError(error.errno, f"the report cannot be written there ({error.strerror or error})", path) from error
+        raise OSError(error.errno, f"it cannot be written there ({error.strerror or error})", path) from error
 
 
 def deliver(report: Report, options: argparse.Namespace) -> Outcome:

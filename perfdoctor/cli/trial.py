@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from perfdoctor.errors import UsageError
 _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
 
 _MOST_SECONDS = 3600
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 _PLAIN = "perfdoctor: no GPU here: the loop is tried as it runs on the CPU (or give it --device emulated)"
 
@@ -87,10 +89,13 @@ def _try(command: Command, options: argparse.Namespace) -> Any:
 
 def _treat(command: Command, options: argparse.Namespace) -> Outcome:
     with _device(options) as device:
-        from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
+        from perfdoctor.doors.treatment_trial import INTERRUPTED, TreatmentOptions, try_treatments
         from perfdoctor.report.progress import ProgressLine
+        from perfdoctor.treat.switches import TREATMENTS
         from perfdoctor.trial.treatments_trial import TreatmentLimits
 
+        if not options.treat and set(_names(command.target)) <= {each.name for each in TREATMENTS}:
+            raise UsageError(f"--treat takes its names behind '=': --treat={command.target} SCRIPT.py args...")
         run = try_treatments(
             command.target,
             command.arguments,
@@ -115,7 +120,9 @@ def _treat(command: Command, options: argparse.Namespace) -> Outcome:
         text = render_verdicts_json(run.verdicts, run.diagnosis, notes=notes, again=again)
     else:
         text = render_verdicts(run.verdicts, run.diagnosis, notes=notes, root=os.getcwd(), again=again)
-    return Outcome(text=text, path=options.output)
+    said = "interrupted" if run.exit_code == INTERRUPTED else f"the script ended with exit code {run.exit_code}"
+    messages = (said,) if run.exit_code else ()
+    return Outcome(text=text, path=options.output, exit_code=run.exit_code, messages=messages)
 
 
 def _command_line(command: Command, options: argparse.Namespace, names: Sequence[str], seconds: float) -> str:
@@ -178,7 +185,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = float(text) if _NUMBER.fullmatch(text.strip()) else 0.0
     if not 1 <= value <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text}: between 1 and {_MOST_SECONDS}")
+        raise argparse.ArgumentTypeError(f"{text}: a number of seconds between 1 and {_MOST_SECONDS} is needed")
     return value

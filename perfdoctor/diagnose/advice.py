@@ -34,6 +34,7 @@ _LINES: dict[str, tuple[str, ...]] = {
     "h2d_blocking": (
         "self.register_buffer('weight', torch.tensor([...]))   # once, moved by model.to(device)",
         "scale = torch.full((), 0.07, device=x.device)         # or filled on the device",
+        "x = x.to(device, non_blocking=True)                   # a batch in pinned memory",
     ),
     "launch-bound": ("model = torch.compile(model, mode='reduce-overhead')",),
     "optimizer-loop": ("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)",),

@@ -24,6 +24,7 @@ _PARTS = (
     ("collate", re.compile(r"\bdefault_collate$|: collate(_fn)?$")),
     ("pin", re.compile(r"pin_memory$")),
 )
+_WITHOUT_CUDA = "no-gpu"  # code of the note on a session whose loop uses no CUDA
 MIN_SHARE = 0.01
 CLEAR_SHARE = 0.05  # a shorter wait that gives nothing back is a loader that keeps up
 
@@ -138,7 +139,10 @@ def _advice(review: Review) -> Advice:
         text = "the loader works in the training process: give it workers"
     fit = 0 if cpus is None else workers_for(cpus, workers or 0)
     room = "" if cpus is None else f" ({_may_use(cpus)}: {format_plural(fit, 'worker')} beside the loop)"
-    return Advice(text=f"{text}{room}", lines=loader_lines(cpus, workers or 0))
+    lines = loader_lines(cpus, workers or 0)
+    if any(note.code == _WITHOUT_CUDA for note in review.capture.notes):  # the DataLoader would only warn
+        lines = tuple(line.replace(", pin_memory=True", "") for line in lines)
+    return Advice(text=f"{text}{room}", lines=lines)
 
 
 def _may_use(cpus: float) -> str:

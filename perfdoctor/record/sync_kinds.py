@@ -61,7 +61,7 @@ _ROWS = (
     ("sync_dist", HOST_SYNC, "self.log with sync_dist=True waits at a barrier until every rank is there", "reduce once an epoch (on_step=False, on_epoch=True), or log each rank's own value with sync_dist=False"),
     ("other_sync", HOST_SYNC, "waits for the device", _KEEP),
     ("h2d_pageable", PAGEABLE_COPY, "copies from pageable host memory", "pin the source (DataLoader(pin_memory=True)) and copy with non_blocking=True"),
-    ("h2d_blocking", BLOCKING_COPY, "builds on the host and copies to the device, waiting", "create it on the device (torch.full, a registered buffer), once"),
+    ("h2d_blocking", BLOCKING_COPY, "copies what was built on the host, or a pinned tensor, and waits", "a constant: create it on the device, once; a pinned batch: copy it with non_blocking=True"),
     ("d2h_race", UNSYNCHRONISED_READ, "reads the target of an asynchronous copy before it has arrived", "wait on an event recorded after the copy before reading"),
     ("empty_cache", ALLOCATOR, "returns cached memory to the driver, which waits for the device", "remove the call"),
     ("cuda_malloc", ALLOCATOR, "asks the driver for memory in steady state", "keep shapes stable; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),

@@ -58,16 +58,23 @@ def prediction(comparison: Comparison) -> str:
         f"measured {_signed(-comparison.difference_ns)} "
         f"({_signed(-comparison.high_ns)} to {_signed(-comparison.low_ns)})"
     )
-    said = [] if comparison.predicted_ns is None else [f"headroom {format_ms(comparison.predicted_ns)}"]
+    said = [] if comparison.predicted_ns is None else [f"said to give back {format_ms(comparison.predicted_ns)}"]
     if comparison.counterfactual_ns is not None:
         together = " together" if comparison.tried_together else ""
-        said.append(f"counterfactual{together} {format_ms(comparison.counterfactual_ns)}")
+        nothing = "" if together or _is_certain(comparison) else " (no difference)"
+        said.append(f"counterfactual{together} {format_ms(comparison.counterfactual_ns)}{nothing}")
     if not said:
         return f"what is gone had not been priced; {measured}"
     error = _error_ratio(comparison)
     several = ", each alone" if len(comparison.gone) > 1 and not comparison.tried_together else ""
     off = "" if error is None else f"; off by {format_ratio_change(error)} of the step"
     return f"{', '.join(said)}{several}; {measured}{off}"
+
+
+def _is_certain(comparison: Comparison) -> bool:
+    """Whether the trial had claimed anything for one of the findings that are gone: its interval leaves zero out."""
+    rows = [(row.counterfactual_low_ns, row.counterfactual_high_ns) for row in comparison.gone]
+    return any(low is None or high is None or low > 0 or high < 0 for low, high in rows)
 
 
 def _error_ratio(comparison: Comparison) -> float | None:
@@ -103,7 +110,7 @@ def _findings(comparison: Comparison) -> list[Line]:
 
 
 def _finding(row: FindingRow) -> str:
-    room = "" if row.headroom_ns is None else f" (headroom {format_ms(row.headroom_ns)})"
+    room = "" if row.headroom_ns is None else f" (said to give back {format_ms(row.headroom_ns)})"
     return f"{row.code} at {row.place}: {row.title}{room}"
 
 

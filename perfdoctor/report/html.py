@@ -148,6 +148,7 @@ def _card(number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: 
         *(("cured with it", phrases.beside(other, diagnosis.step)) for other in with_it),
         ("do", finding.advice.text if finding.advice is not None else ""),
     )
+    tried = phrases.trial_command(finding, diagnosis)
     table = "".join(f"<dt>{label}</dt><dd>{escape(value)}</dd>" for label, value in rows if value)
     paste = "\n".join(finding.advice.lines) if finding.advice is not None else ""
     kind = "card error" if finding.severity is Severity.ERROR else "card"
@@ -158,6 +159,7 @@ def _card(number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: 
         + _optional("p", phrases.led_there(finding, root))
         + f"<dl>{table}</dl>"
         + (f"<pre>{escape(paste)}</pre>" if paste else "")
+        + (f"<dl><dt>try</dt><dd><code>{escape(tried)}</code></dd></dl>" if tried else "")
         + _optional("small", finding.basis)
         + "</section>"
     )
@@ -169,7 +171,7 @@ def _optional(tag: str, text: str) -> str:
 
 def _leave_alone(diagnosis: Diagnosis, root: str) -> str:
     rows = [f"{phrases.where(f, root)}  {f.code}: {f.title}" for f in diagnosis.leave_alone]
-    return _list(phrases.LEAVE_ALONE, rows)
+    return _list(phrases.leave_alone_title(diagnosis), rows)
 
 
 def _ranks(ranks: Sequence[RankRow]) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, RankRow, Severity, StepTime
+from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.record.capture import Environment, Frame, Note, Overhead
 from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
 from perfdoctor.units import (
@@ -26,6 +27,7 @@ from perfdoctor.units import (
 
 BUSY_CAVEAT = "busy is not efficient: it only says that something ran"
 LEAVE_ALONE = "Leave alone: each would give back under 1 % of the time"
+RARE = "Leave alone: each comes only once in many steps"
 
 _COUNTED_IN_TITLE = ("launch-bound", "small-kernels", "fusion")
 _COUNTED_AS = {"gradient-loop": "loop"}  # what is counted is not the calls that the title speaks of
@@ -311,10 +313,27 @@ def memory(environment: Environment) -> str:
     return f"{text} of {format_bytes(environment.memory_bytes)}" if environment.memory_bytes else text
 
 
+def leave_alone_title(diagnosis: Diagnosis) -> str:
+    """The heading of what to leave alone. Where no GPU was recorded it holds only the rare: no price is claimed."""
+    unpriced = diagnosis.accounting is None and not any(finding.headroom for finding in diagnosis.leave_alone)
+    return RARE if unpriced else LEAVE_ALONE
+
+
+def trial_command(finding: Finding, diagnosis: Diagnosis) -> str:
+    """The command that tries the finding's treatments; '' where none is known."""
+    if not finding.treatments:
+        return ""
+    script = diagnosis.source if diagnosis.source.endswith(".py") else "SCRIPT.py"
+    command = f"perfdoctor trial --treat={','.join(finding.treatments)} {script}"
+    # Most of them want a real GPU, and a time on the emulated one would say nothing.
+    return f"on a GPU: {command}" if any(row.code == EMULATED for row in diagnosis.notes) else command
+
+
 def overhead(phase: Overhead) -> str:
-    """'call-site hooks +1.2 % (+0.4 % to +2.1 %)'."""
+    """'call-site hooks +1.2 % (+0.4 % to +2.1 %)'; all below zero it is the noise of the steps, and is called so."""
     spread = f"{format_ratio_change(phase.low)} to {format_ratio_change(phase.high)}"
-    return f"{_PHASES.get(phase.phase, phase.phase)} {format_ratio_change(phase.ratio)} ({spread})"
+    noise = "; nothing gets faster by it: the steps without it were slowed by something else" if phase.high < 0 else ""
+    return f"{_PHASES.get(phase.phase, phase.phase)} {format_ratio_change(phase.ratio)} ({spread}{noise})"
 
 
 def note(row: Note) -> str:

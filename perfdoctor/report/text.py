@@ -90,9 +90,7 @@ def _prominent(
     if finding.advice is not None:
         rows += _row("do", finding.advice.text, width)
         rows += [((" " * (_INDENT + _LABEL) + "  ", ""), (line, "code")) for line in finding.advice.lines]
-    tried = ",".join(finding.treatments)
-    script = diagnosis.source if diagnosis.source.endswith(".py") else "SCRIPT.py"
-    rows += _row("try", f"perfdoctor trial --treat={tried} {script}" if tried else "", width)
+    rows += _row("try", phrases.trial_command(finding, diagnosis), width)
     rows += _row("basis", finding.basis, width, "faint")
     return rows
 
@@ -137,7 +135,7 @@ def _others(groups: Iterable[_Numbered], diagnosis: Diagnosis, width: int, root:
 def _leave_alone(diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
     if not diagnosis.leave_alone:
         return []
-    rows: list[Line] = [((phrases.LEAVE_ALONE, "strong"),)]
+    rows: list[Line] = [((phrases.leave_alone_title(diagnosis), "strong"),)]
     for finding in diagnosis.leave_alone:
         text = f"{phrases.where(finding, root)}  {finding.code}: {finding.title}"
         if often := phrases.how_often(finding, diagnosis.step):

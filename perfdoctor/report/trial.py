@@ -77,9 +77,11 @@ def trial_document(outcome: TrialOutcome) -> dict[str, Any]:
     }
 
 
-def saving_text(saving: Saving, base_ns: int) -> str:
+def saving_text(saving: Saving, base_ns: int, num_pairs: int | None = None) -> str:
     """'gives back 13.9 ms (13.5 to 14.2 ms), 23 % of the step', or 'no difference (less than 1 % of the step)'."""
     spread = format_spread(saving.low_ns, saving.high_ns)
+    if num_pairs is not None and num_pairs < FEWEST_PAIRS:
+        return f"not decided: only {format_plural(num_pairs, 'pair')} of blocks, {FEWEST_PAIRS} are needed"
     if not saving.significant:
         most = max(abs(saving.low_ns), abs(saving.high_ns))
         return f"no difference (less than {format_share(most / base_ns)} of the step)" if base_ns else "no difference"
@@ -90,7 +92,11 @@ def saving_text(saving: Saving, base_ns: int) -> str:
 
 
 def _head(outcome: TrialOutcome, width: int) -> list[Line]:
-    base = f"{format_ms(outcome.base_ns)} a step with nothing taken out" if outcome.base_ns else "no block was measured"
+    if not outcome.base_ns:
+        steps = format_plural(outcome.num_steps, "step")
+        text = f"Trial of {outcome.diagnosis.source}: nothing was measured; {steps} after the watched ones"
+        return wrapped(text, width, style="strong")
+    base = f"{format_ms(outcome.base_ns)} a step with nothing taken out"
     text = (
         f"Trial of {outcome.diagnosis.source}: {base}; {format_plural(outcome.num_steps, 'step')}, "
         f"{format_plural(outcome.rounds, 'round')} of blocks of {format_plural(outcome.counted, 'step')}, "
@@ -107,7 +113,8 @@ def _arms(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
         for each in (arm, *_bounds(arm, outcome)):
             bound = "" if each.prediction else " (a bound, no prediction of a fix)"
             what = f"{each.text}{bound}: " if each.finding is not None else ""
-            rows += wrapped(f"{what}{saving_text(each.saving, outcome.base_ns)}", width, indent=_INDENT)
+            found = saving_text(each.saving, outcome.base_ns, each.num_pairs)
+            rows += wrapped(f"{what}{found}", width, indent=_INDENT)
         rows += _predicted(arm, width)
     return rows
 
@@ -180,15 +187,24 @@ def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
             rows += [((" " * (_INDENT + 2) + line, ""),) for line in finding.advice.lines]
     together = outcome.together
     if together is not None:
-        rows += wrapped(f"All together: {saving_text(together.saving, outcome.base_ns)}.", width)
+        found = saving_text(together.saving, outcome.base_ns, together.num_pairs)
+        rows += wrapped(f"All together: {found}.", width)
     return rows
 
 
 def _nothing(outcome: TrialOutcome) -> str:
+    if not (outcome.arms or outcome.refused or outcome.diagnosis.findings or outcome.diagnosis.leave_alone):
+        return "Nothing to try: the report names no line of this loop (what it could not judge stands above)."
     if not outcome.arms or not outcome.base_ns:
         return "Nothing could be tried."
     if max(arm.num_pairs for arm in outcome.arms) < FEWEST_PAIRS:
+        if outcome.complete:
+            return "Not decided: the time sufficed for too few blocks. Give it more --seconds."
         return "Not decided: the script ended, or the time was spent, after too few blocks. Let it run longer."
+    together = outcome.together
+    if together is not None and together.saving.significant and together.saving.median_ns > 0:
+        found = saving_text(together.saving, outcome.base_ns)
+        return f"No line alone gives anything back for sure; all together: {found}. Give it more --seconds."
     most = max(max(abs(arm.saving.low_ns), abs(arm.saving.high_ns)) for arm in outcome.arms)
     if most > LARGE_CLAIM * outcome.base_ns:
         hidden = format_share(most / outcome.base_ns)

@@ -58,7 +58,7 @@ def test_gate_names_every_finding_that_is_over() -> None:
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / ("r" * 253)  # with ".part" behind it longer than a name may be
     target.write_text("old")
-    with pytest.raises(OSError, match="the report cannot be written there") as caught:
+    with pytest.raises(OSError, match="it cannot be written there") as caught:
         write_whole(str(target), "new")
     assert caught.value.filename == str(target)
     assert [(path, path.read_text()) for path in tmp_path.iterdir()] == [(target, "old")]

@@ -9,7 +9,7 @@ from loop_capture import GEMM, MS, POINTWISE, US, Body, Machine, period, run_loo
 
 from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding
-from perfdoctor.record.capture import CallKind, Environment
+from perfdoctor.record.capture import CallKind, Environment, Note
 
 NATIVE = "void at::native::vectorized_elementwise_kernel<4, at::native::"
 MUL = (
@@ -396,3 +396,15 @@ def test_the_advice_of_workers_follows_the_recorded_cpus(
     assert said in advice.text
     assert line in " ".join(advice.lines)
     assert bool(advice.lines) == bool(line)
+
+
+def test_a_loop_without_cuda_is_not_told_to_pin() -> None:
+    environment = Environment(num_workers=0, num_cpus=4.0)
+    capture = run_loop(loading(6 * MS), 40).capture(environment=environment)
+    said = {
+        notes: only(diagnose(replace(capture, notes=notes)), "data-wait").advice
+        for notes in ((), (Note(code="no-gpu", text="the loop does not use CUDA"),))
+    }
+    pinned, plain = (row.lines[0] for row in said.values() if row is not None)
+    assert pinned == "loader = DataLoader(..., num_workers=3, persistent_workers=True, pin_memory=True)"
+    assert plain == "loader = DataLoader(..., num_workers=3, persistent_workers=True)"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfdoctor.diagnose.finding import Accounting, Advice, Binding, Diagnosis, RankRow, Severity, Skipped
-from perfdoctor.record.capture import Frame, Site
+from perfdoctor.record.capture import Frame, Note, Overhead, Site
 from perfdoctor.report.html import render_html
 from perfdoctor.report.lines import cut, wrapped
 from perfdoctor.report.shares import shares
@@ -238,3 +238,28 @@ def test_both_rates_rest_on_the_mean_step_and_say_so(diagnosis: Diagnosis) -> No
     page = render_text(replace(diagnosis, steps_per_s=2.0, samples_per_s=2.0, samples_per_step=1.0))
     assert "2 steps/s, 2 samples/s (mean step of 500 ms, 1 sample a step)" in page
     assert "throughput" not in render_text(replace(diagnosis, steps_per_s=None, samples_per_s=None))
+
+
+def test_the_command_to_try_is_on_the_page_of_text_and_of_html(diagnosis: Diagnosis) -> None:
+    command = "perfdoctor trial --treat=device_metrics SCRIPT.py"
+    assert f"try             {command}" in render_text(diagnosis)
+    assert f"<dt>try</dt><dd><code>{command}</code></dd>" in render_html(diagnosis)
+    named = replace(diagnosis, source="train.py", notes=(Note(code="emulated-device", text="emulated"),))
+    assert "try             on a GPU: perfdoctor trial --treat=device_metrics train.py" in render_text(named)
+    assert "<code>on a GPU: perfdoctor trial --treat=device_metrics train.py</code>" in render_html(named)
+
+
+def test_no_price_is_claimed_for_what_to_leave_alone_where_no_gpu_was_recorded(diagnosis: Diagnosis) -> None:
+    assert "Leave alone: each would give back under 1 %" in render_text(diagnosis)
+    unpriced = replace(diagnosis, accounting=None)
+    for page in (render_text(unpriced), render_html(unpriced)):
+        assert "Leave alone: each comes only once in many steps" in page
+        assert "under 1 %" not in page
+
+
+def test_watching_that_seems_to_speed_the_loop_up_is_called_noise(diagnosis: Diagnosis) -> None:
+    faster = Overhead(phase="sites", ratio=-0.95, low=-0.97, high=-0.8)
+    page = " ".join(render_text(replace(diagnosis, overheads=(faster,))).split())
+    assert "call-site hooks -95.0 % (-97.0 % to -80.0 %; nothing gets faster by it" in page
+    unsure = replace(faster, high=0.01)
+    assert "nothing gets faster" not in render_text(replace(diagnosis, overheads=(unsure,)))
