@@ -232,8 +232,8 @@ class Session:
             print(trial.report())
 
         The loop over `session.batches(...)` ends by itself when the trial is over. Its steps are thrown away: what
-        they changed in the parameters, the buffers of their models, the optimizers, learning-rate schedules, GradScalers
-        and random states is put back; `model` names other models.
+        they changed in the parameters, the buffers of their models, the optimizers, learning-rate schedules,
+        GradScalers and random states is put back; `model` names other models.
 
         Args:
             steps: at most so many steps after the watched ones.
