@@ -28,6 +28,10 @@ from perfdoctor.errors import UsageError
 _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
 
 _MOST_SECONDS = 3600
+_SECONDS = 120.0
+_ALL_TREATMENTS_SECONDS = (
+    240.0  # of a dozen that fit, each takes six rounds at least; with the watching under 5 minutes
+)
 _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 _PLAIN = "perfdoctor: no GPU here: the loop is tried as it runs on the CPU (or give it --device emulated)"
@@ -42,6 +46,8 @@ def execute(argv: Sequence[str]) -> Outcome:
     """
     command = split_command(argv)
     options = _parser().parse_args(command.own)
+    if options.seconds is None:
+        options.seconds = _ALL_TREATMENTS_SECONDS if options.treat == () else _SECONDS
     if not command.target:
         raise UsageError(
             "no script: perfdoctor trial [options] script.py args..., or -m module (--help lists the options)"
@@ -163,7 +169,9 @@ def _parser() -> Parser:
     parser.add_argument("--warmup", type=count, default=5, metavar="N", help="steps before anything is measured (5)")
     parser.add_argument("--active", type=count, default=10, metavar="N", help="steps in each watched phase (10)")
     parser.add_argument("--steps", type=count, default=100_000, metavar="N", help="at most so many steps on trial")
-    parser.add_argument("--seconds", type=_seconds, default=120.0, metavar="S", help="at most so long on trial (120)")
+    parser.add_argument(
+        "--seconds", type=_seconds, metavar="S", help="at most so long on trial (120; with --treat without names 240)"
+    )
     parser.add_argument("--suspects", type=count, default=6, metavar="N", help="at most so many findings tried (6)")
     parser.add_argument(
         "--treat", type=_names, nargs="?", const=(), metavar="a,b",

@@ -30,6 +30,8 @@ from perfdoctor.watch.patches import Patches
 # Packages whose writers open files from C or Rust: nothing in Python sees it.
 _UNSEEN = ("pyarrow", "cv2", "tensorflow", "zarr", "aim", "deepspeed", "imageio")
 
+_SHOWN = 5  # names in one note: in a folder that others work in, thousands change
+
 
 class Sandbox:
     """Redirects what a run writes until the block ends; see the module's text.
@@ -138,9 +140,13 @@ class Sandbox:
     def _note_changes(self) -> None:
         """What C code or another process did in the working directory: after the run, with everything put back."""
         told = " ".join(self._escapes.noted)
-        for path in self._survey.changes():
-            if path not in told:
-                self._escapes.note(f"{path}: was changed by something that the sandbox does not see, and stays so")
+        changed = [path for path in self._survey.changes() if path not in told]
+        if changed:
+            names = ", ".join(changed[:_SHOWN]) + (
+                f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            )
+            was = "was" if len(changed) == 1 else "were"
+            self._escapes.note(f"{names}: {was} changed by something that the sandbox does not see, and stays so")
 
     def _close_event_writers(self) -> None:
         """TensorBoard's threads write later what they hold, by then to the real folder."""

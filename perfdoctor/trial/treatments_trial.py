@@ -50,14 +50,17 @@ _EDGE = 3  # steps at the start of a block that are not counted: there the queue
 _SETTLED = 1.5
 _MOST_COUNTED = 200
 _FOR_THE_BEST = 0.2  # of the time: kept back for the best together
-_FOR_PROCESSES = 0.5  # of the time: kept back for treatments that are tried in processes of their own
+_FOR_PROCESSES = 0.4  # of the time: kept back for treatments that are tried in processes of their own
 
 Steps = Generator[int, Stamp, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreatmentLimits:
-    """How long the trial may take: in all, and the blocks of one treatment (at least six rounds are run)."""
+    """How long the trial may take: in all, and the blocks of one treatment at most (at least six rounds are run).
+
+    A treatment has its share of the time that is left, so that the last ones get some.
+    """
 
     seconds: float = 180.0
     each_seconds: float = 20.0
@@ -92,6 +95,7 @@ class TreatmentsTrial:
         self._ended = ended
         self._elsewhere = elsewhere
         self._seconds = self._limits.seconds
+        self._waiting = 0  # treatments that are still to be tried
         self._entered = False  # every treatment of the block was entered: what fails then is to take it back
         self._active: tuple[Treatment, ...] = ()  # those that the running steps are treated with
         self._loop = Loop(device=torch.device("cpu"))
@@ -161,6 +165,7 @@ class TreatmentsTrial:
         reasons = [self._elsewhere(treatment, self._loop) for treatment in self._treatments]
         if any(reason and not refusal for reason, refusal in zip(reasons, refusals, strict=True)):
             self._seconds *= 1 - _FOR_PROCESSES
+        self._waiting = sum(not (refusal or reason) for refusal, reason in zip(refusals, reasons, strict=True))
         for treatment, refusal, reason in zip(self._treatments, refusals, reasons, strict=True):
             if refusal:
                 self.verdicts.append(refused(treatment.name, refusal))
@@ -170,6 +175,8 @@ class TreatmentsTrial:
                 self.verdicts.append(untried(treatment.name, SPENT))
             else:
                 yield from self._try((treatment,))
+                self._waiting -= 1
+        self._waiting = 1
         yield from self._try_best()
 
     def _suffices(self, share: float = 1.0) -> bool:
@@ -279,11 +286,13 @@ class TreatmentsTrial:
         on: list[tuple[Stamp, Stamp]] = []
         peaks: dict[bool, list[int]] = {True: [], False: []}
         began = time.perf_counter()
+        left = (1 - _FOR_THE_BEST) * self._seconds - (began - self._began)
+        share = min(self._limits.each_seconds, max(left, 0.0) / max(self._waiting, 1))
         yield from self._block((), off, peaks[False], plan)
         for number in range(1, self._limits.rounds + 1):
             yield from self._block(treatments, on, peaks[True], plan)
             yield from self._block((), off, peaks[False], plan)
-            if self._is_late(began, number):
+            if self._is_late(began, number, share):
                 break
         before, after = Side.of(off, peaks[False], plan.counted), Side.of(on, peaks[True], plan.counted)
         saving = estimate(paired(before.times_ns[:-1], after.times_ns, before.times_ns[1:]))
@@ -291,12 +300,12 @@ class TreatmentsTrial:
         lines = tuple(dict.fromkeys(line for treatment in treatments for line in treatment.lines))
         self.verdicts.append(judged(_name(treatments), parity, before, after, saving, lines))
 
-    def _is_late(self, began: float, rounds: int) -> bool:
-        """Six rounds decide; more where there is time."""
+    def _is_late(self, began: float, rounds: int, share: float) -> bool:
+        """Six rounds decide; more where there is time left of the treatment's share, in seconds."""
         now = time.perf_counter()
         if now - self._began > self._seconds:
             return True
-        return rounds >= FEWEST_PAIRS and now - began > self._limits.each_seconds
+        return rounds >= FEWEST_PAIRS and now - began > share
 
     def _block(
         self, treatments: tuple[Treatment, ...], into: list[tuple[Stamp, Stamp]], peaks: list[int], plan: _Blocks
