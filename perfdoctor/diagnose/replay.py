@@ -118,10 +118,9 @@ class Replay:
         return np.array(self._queue.calls, np.int64)
 
     def merged(self, calls: Collection[int]) -> Edits:
-        """Launches that another launch does the work of: they and the path that led to them vanish.
+        """Launches that another launch does the work of: they and the path to them vanish, the host's own work stays.
 
-        What the host did before one of them of its own (a loader, Python) stays: of the time before a call at most
-        twice the usual goes. "Usual" is the median of these calls.
+        Of the time before a call at most twice the median of these calls goes: the rest is a loader, Python.
         """
         before = {call: ns for call, ns in zip(self._queue.calls, self._queue.before_ns, strict=True) if call in calls}
         usual = 2 * round(float(np.median(list(before.values())))) if before else 0

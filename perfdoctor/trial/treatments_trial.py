@@ -57,10 +57,9 @@ Steps = Generator[int, Stamp, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreatmentLimits:
-    """How long the trial may take: in all, and the blocks of one treatment at most (at least six rounds are run).
+    """How long the trial may take: in all, and the blocks of one treatment, its share of what is left at most.
 
-    A treatment has its share of the time that is left, so that the last ones get some.
-    """
+    At least six rounds are run."""
 
     seconds: float = 180.0
     each_seconds: float = 20.0
@@ -286,8 +285,7 @@ class TreatmentsTrial:
         on: list[tuple[Stamp, Stamp]] = []
         peaks: dict[bool, list[int]] = {True: [], False: []}
         began = time.perf_counter()
-        left = (1 - _FOR_THE_BEST) * self._seconds - (began - self._began)
-        share = min(self._limits.each_seconds, max(left, 0.0) / max(self._waiting, 1))
+        share = self._share(began)
         yield from self._block((), off, peaks[False], plan)
         for number in range(1, self._limits.rounds + 1):
             yield from self._block(treatments, on, peaks[True], plan)
@@ -299,6 +297,10 @@ class TreatmentsTrial:
         saving = claimed(saving, float(np.median(before.times_ns)))
         lines = tuple(dict.fromkeys(line for treatment in treatments for line in treatment.lines))
         self.verdicts.append(judged(_name(treatments), parity, before, after, saving, lines))
+
+    def _share(self, now: float) -> float:
+        left = (1 - _FOR_THE_BEST) * self._seconds - (now - self._began)
+        return min(self._limits.each_seconds, max(left, 0.0) / max(self._waiting, 1))
 
     def _is_late(self, began: float, rounds: int, share: float) -> bool:
         """Six rounds decide; more where there is time left of the treatment's share, in seconds."""
