@@ -23,7 +23,7 @@ from typing import Any
 from perfdoctor.errors import TrialRefused
 from perfdoctor.trial.sandbox_audit import Escapes, watch_escapes
 from perfdoctor.trial.sandbox_files import FilePatches
-from perfdoctor.trial.sandbox_survey import Survey
+from perfdoctor.trial.sandbox_survey import Survey, standing_files
 from perfdoctor.trial.sandbox_view import View
 from perfdoctor.watch.patches import Patches
 
@@ -185,14 +185,13 @@ def _event_writers() -> list[Any]:
 def _sizes_of_open_files() -> dict[str, int]:
     """Regular files that this process can write to at this moment."""
     sizes: dict[str, int] = {}
+    standing = set(standing_files())
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        if int(number) <= 2:  # the standard streams are let through
-            continue
         try:
             path = os.readlink(f"/proc/self/fd/{number}")
             with open(f"/proc/self/fdinfo/{number}") as lines:
                 flags = next(int(line.split()[1], 8) for line in lines if line.startswith("flags:"))
-            if flags & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path):
+            if flags & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path) and os.path.realpath(path) not in standing:
                 sizes[path] = os.path.getsize(path)
         except (OSError, StopIteration):
             continue

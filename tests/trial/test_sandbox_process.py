@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -245,3 +246,22 @@ with Sandbox() as box:
         home,
     )
     assert found["files"] == [str(home / "mine.txt")]
+
+
+def test_the_log_of_whoever_started_us_is_no_escape(tmp_path: Path) -> None:
+    """A runner above us, its output in a file; we write elsewhere, and have that file open beside our own streams."""
+    code = (
+        "import os, sys\n"
+        "from perfdoctor.trial.sandbox import Sandbox\n"
+        "kept = os.dup(1); os.dup2(os.open(os.devnull, os.O_WRONLY), 1)\n"
+        "with Sandbox() as box:\n"
+        "    os.write(kept, b'a line of the runner\\n')\n"
+        "sys.exit(len(box.escaped))\n"
+    )
+    with (tmp_path / "log.txt").open("w") as log:
+        command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}; code=$?; exit $code"
+        done = subprocess.run(
+            ["sh", "-c", command], stdout=log, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=False
+        )
+    assert done.returncode == 0
+    assert (tmp_path / "log.txt").read_text() == "a line of the runner\n"
