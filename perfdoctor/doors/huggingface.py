@@ -14,14 +14,9 @@ import os
 import sys
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from perfdoctor.doors.callback_class import LateCallback
-from perfdoctor.doors.windows import Scalars, WindowOptions, Windows
+from perfdoctor.doors.windows import Scalars, WatchedRun, WindowOptions, Windows
 from perfdoctor.errors import SessionError, UsageError
-from perfdoctor.report.page import Report
-from perfdoctor.watch.outliers import Outlier
 from perfdoctor.watch.patches import Patches
 
 # Parts of a training: what fails, fails in one of them. The first three enclose the others where they exist.
@@ -29,7 +24,7 @@ _PARTS = ("_run_epoch", "_evaluate", "_finalize_training")
 _OLDER_PARTS = ("training_step", "get_batch_samples", "_maybe_log_save_evaluate", "_evaluate", "_finalize_training")
 
 
-class PerfDoctorTrainerCallback(LateCallback):
+class PerfDoctorTrainerCallback(WatchedRun, LateCallback):
     """Watches a window of `Trainer.train` and reports, as `PerfDoctorCallback` does for Lightning.
 
     The window begins with the training: `warmup` steps, then `active` steps in each phase of a session; with
@@ -60,7 +55,6 @@ class PerfDoctorTrainerCallback(LateCallback):
         self.options = WindowOptions(
             warmup=warmup, active=active, every_n_steps=every_n_steps, report_dir=report_dir, profiled=profiled
         )
-        self._windows: Windows | None
         self._patches: Patches
         self._trainer: Any
         self._unprinted: bool
@@ -79,27 +73,6 @@ class PerfDoctorTrainerCallback(LateCallback):
             raise UsageError(
                 f"PerfDoctorTrainerCallback needs transformers: pip install 'perfdoctor[transformers]' ({error})"
             ) from error
-
-    @property
-    def report(self) -> Report | None:
-        """Of the newest window that is over; None before."""
-        return self._windows.report if self._windows is not None else None
-
-    @property
-    def outliers(self) -> tuple[Outlier, ...]:
-        """With `every_n_steps`: the steps of the whole training that took far longer than the others, each billed to
-        what happened in it."""
-        return self._windows.outliers if self._windows is not None else ()
-
-    @property
-    def step_ns(self) -> NDArray[np.int64]:
-        """With `every_n_steps`: the duration of every step but the first, windows included. Shape (num_steps - 1,)."""
-        return self._windows.step_ns if self._windows is not None else np.zeros(0, np.int64)
-
-    @property
-    def watched(self) -> NDArray[np.bool_]:
-        """Which of `step_ns` a window slowed. Shape (num_steps - 1,)."""
-        return self._windows.watched if self._windows is not None else np.zeros(0, bool)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training is about to begin: refuse what cannot be watched.

@@ -16,24 +16,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from perfdoctor.doors.callback_class import LateCallback
 from perfdoctor.doors.lightning_data import FetchWaits
 from perfdoctor.doors.lightning_phases import LightningPhases
 from perfdoctor.doors.lightning_treatments import Treatments, check_names
-from perfdoctor.doors.windows import Scalars, WindowOptions, Windows
+from perfdoctor.doors.windows import Scalars, WatchedRun, WindowOptions, Windows
 from perfdoctor.errors import SessionError, UsageError
-from perfdoctor.report.page import Report
-from perfdoctor.watch.outliers import Outlier
 from perfdoctor.watch.patches import Patches
 
 _log = logging.getLogger("perfdoctor")
 _PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 
 
-class PerfDoctorCallback(LateCallback):
+class PerfDoctorCallback(WatchedRun, LateCallback):
     """Watches a window of `Trainer.fit`, of `pytorch_lightning` and of `lightning.pytorch` alike, and reports.
 
     The window begins with the training, after the sanity check: `warmup` steps (more while the loop compiles or its
@@ -95,7 +90,6 @@ class PerfDoctorCallback(LateCallback):
             warmup=warmup, active=active, every_n_steps=every_n_steps, report_dir=report_dir, profiled=profiled
         )
         self.treatments = check_names(treatments)
-        self._windows: Windows | None
         self._waits: FetchWaits | None
         self._phases: LightningPhases | None
         self._treated: Treatments | None
@@ -108,27 +102,6 @@ class PerfDoctorCallback(LateCallback):
         """The attributes that a fit changes, as they are before the first."""
         nothing = dict.fromkeys(("_windows", "_waits", "_phases", "_treated"))
         return {**nothing, "_rare": Patches(), "_guard": Patches(), "_unprinted": False}
-
-    @property
-    def report(self) -> Report | None:
-        """Of the newest window that is over; None before."""
-        return self._windows.report if self._windows is not None else None
-
-    @property
-    def outliers(self) -> tuple[Outlier, ...]:
-        """With `every_n_steps`: the steps of the whole fit that took far longer than the others, each billed to what
-        happened in it."""
-        return self._windows.outliers if self._windows is not None else ()
-
-    @property
-    def step_ns(self) -> NDArray[np.int64]:
-        """With `every_n_steps`: the duration of every step but the first, windows included. Shape (num_steps - 1,)."""
-        return self._windows.step_ns if self._windows is not None else np.zeros(0, np.int64)
-
-    @property
-    def watched(self) -> NDArray[np.bool_]:
-        """Which of `step_ns` a window slowed. Shape (num_steps - 1,)."""
-        return self._windows.watched if self._windows is not None else np.zeros(0, bool)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot be watched before anything is hooked.

@@ -267,3 +267,30 @@ def write_whole(path: Path, text: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+class WatchedRun:
+    """What a Trainer's callback tells of the run that it watches in windows. Mixed into the callbacks."""
+
+    _windows: Windows | None
+
+    @property
+    def report(self) -> Report | None:
+        """Of the newest window that is over; None before."""
+        return self._windows.report if self._windows is not None else None
+
+    @property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """With `every_n_steps`: the steps of the whole run that took far longer than the others, each billed to what
+        happened in it."""
+        return self._windows.outliers if self._windows is not None else ()
+
+    @property
+    def step_ns(self) -> NDArray[np.int64]:
+        """With `every_n_steps`: the duration of every step but the first, windows included. Shape (num_steps - 1,)."""
+        return self._windows.step_ns if self._windows is not None else np.zeros(0, np.int64)
+
+    @property
+    def watched(self) -> NDArray[np.bool_]:
+        """Which of `step_ns` a window slowed. Shape (num_steps - 1,)."""
+        return self._windows.watched if self._windows is not None else np.zeros(0, bool)
