@@ -83,25 +83,30 @@ def test_lightning_trainer_on_a_gpu() -> None:
 
 
 def test_distributed_data_parallel_in_one_process() -> None:
+    def train(device: str) -> tuple[list[torch.Tensor], list[str]]:
+        model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device),
+            device_ids=[0] if device == "cuda" else None,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4, device=device)).square().sum().backward()
+            optimizer.step()
+        mean = model.module[0].weight.detach().clone()
+        dist.all_reduce(mean)
+        return [mean, *(parameter.detach() for parameter in model.parameters())], [
+            p.device.type for p in model.parameters()
+        ]
+
     def run(device: str) -> tuple[list[torch.Tensor], list[str]]:
         torch.manual_seed(0)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            model = nn.parallel.DistributedDataParallel(
-                nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device),
-                device_ids=[0] if device == "cuda" else None,
-            )
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.randn(3, 4, device=device)).square().sum().backward()
-                optimizer.step()
-            mean = model.module[0].weight.detach().clone()
-            dist.all_reduce(mean)
-            return [mean, *(parameter.detach() for parameter in model.parameters())], [
-                p.device.type for p in model.parameters()
-            ]
+            return train(device)  # of its own: DDP's reducer must go before the group
         finally:
+            # A reducer that outlives this call ends gloo's thread with the GIL held; where that thread just then
+            # wants the GIL, to free a tensor, both wait for ever (torch 2.13: within 800 runs of this test).
             dist.destroy_process_group()
 
     host, _ = run("cpu")
