@@ -15,6 +15,7 @@ from pathlib import Path
 
 from perfdoctor.doors.nsys_command import RANK, UMASK, NsysCommand, Options, build_command
 from perfdoctor.doors.nsys_process import Ending, cuda_is_there, export, find_nsys, read_help, run_nsys
+from perfdoctor.doors.nsys_start import begin_noticed
 from perfdoctor.errors import CaptureError, NotATraceError, UsageError
 from perfdoctor.record.capture import Capture, Note
 from perfdoctor.record.load import load_capture
@@ -23,6 +24,7 @@ from perfdoctor.watch.plan import Plan, Stage
 
 _NEEDED = ("numpy", "msgspec", "nvtx", "torch")
 _MISSING = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None))"
+_MOST_STARTS = 3  # of nsys, until the script begins
 _ROOT = Path(__file__).resolve().parents[2]
 _DEBIAN_IMPORTER = Path("/usr/lib/nsight-systems/host-linux-x64")
 _DEBIAN_LINK = Path("/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64")
@@ -168,10 +170,19 @@ def _run(
         written = [path.stat().st_mtime for path in _fresh(command.name, before) if path.name.endswith(SUFFIX)]
         return max(written, default=None)
 
-    try:
-        return run_nsys(command.words, environment, ended_at, limit_s, tell)
-    except OSError as error:
-        raise UsageError(f"cannot run {command.words[0]}: {error.strerror or error}") from error
+    with begin_noticed(environment) as (noticed, begun):
+        for left in reversed(range(_MOST_STARTS)):
+            try:
+                ending = run_nsys(
+                    command.words, noticed, ended_at, limit_s, tell, begun if command.python else lambda: True
+                )
+            except OSError as error:
+                raise UsageError(f"cannot run {command.words[0]}: {error.strerror or error}") from error
+            if ending.begun or ending.exit_code == 0 or ending.interrupted or not left:
+                break
+            did = "hung" if ending.hung else f"ended with exit code {ending.exit_code}"
+            tell(f"nsys {did} before the script began: starting it again")
+    return ending
 
 
 def _candidates(name: str) -> list[Path]:
@@ -312,7 +323,9 @@ def _secrets(exports: Sequence[str]) -> Iterator[str]:
 
 
 def _complaints(ending: Ending, limit_s: float) -> Iterator[str]:
-    if ending.hung:
+    if not ending.begun:
+        yield f"the script never began: nsys {'hung' if ending.hung else 'ended'} before it"
+    elif ending.hung:
         yield (
             f"nsys was ended: it had not written its report {limit_s:g} s after the script (nsys 2022.4 sometimes "
             "never ends); --limit sets the time"

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perfdoctor.doors.script import output_aside
@@ -27,6 +27,7 @@ _FOLDERS = (
     "/usr/lib/*-linux-gnu/nsight-systems/target-linux-*",
 )
 _HELP_LIMIT_S = 60
+_BEGIN_LIMIT_S = 120  # the script begins as soon as its Python runs
 _EXPORT_LIMIT_S = 1800
 _INTERRUPT_LIMIT_S = 120
 _ONCE_S = 1.0  # `timeout -s INT` sends two at once: that is one wish
@@ -84,11 +85,12 @@ def cuda_is_there() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a recording ended. `hung` where nsys had to be ended after the script."""
+    """How a recording ended. `hung` where nsys had to be ended, after the script or before it began."""
 
     exit_code: int
     interrupted: bool = False
     hung: bool = False
+    begun: bool = True  # whether the script was started
 
 
 def run_nsys(
@@ -97,24 +99,31 @@ def run_nsys(
     ended_at: Callable[[], float | None],
     limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
+    begun: Callable[[], bool] = lambda: True,
+    begin_limit_s: float = _BEGIN_LIMIT_S,
 ) -> Ending:
     """Run the command to its end. `ended_at()` gives the Unix time at which the script ended, None while it runs.
 
-    nsys gets `limit_s` after that: 2022.4 sometimes never ends. Ctrl-C goes to the script and to nsys as well, which
-    then writes what it has; pressed again it ends all of them. `tell` gets what there is to know meanwhile. What the
-    script and nsys write to standard output goes to standard error: the report stands alone there.
+    nsys gets `limit_s` after that: 2022.4 sometimes never ends. It gets `begin_limit_s` until `begun()`. Ctrl-C goes
+    to the script and to nsys as well, which then writes what it has; pressed again it ends all of them. `tell` gets
+    what there is to know meanwhile. What the script and nsys write to standard output goes to standard error: the
+    report stands alone there.
     """
     with _interrupts() as asked, output_aside():
         process = subprocess.Popen(words, env=environment)
+        begin_until = time.monotonic() + begin_limit_s
         told = False
         while True:
             with suppress(subprocess.TimeoutExpired):
-                return Ending(exit_code=process.wait(timeout=1.0), interrupted=bool(asked))
+                exit_code = process.wait(timeout=1.0)
+                return Ending(exit_code=exit_code, interrupted=bool(asked), begun=begun())
             if asked and not told and time.monotonic() - asked[0] > _PATIENCE_S:
                 told = True
                 tell(f"interrupted: waiting for process {process.pid} and its script; interrupt again to kill them")
             if asked and asked[-1] - asked[0] > _ONCE_S:
                 return _ended(process, exit_code=130, interrupted=True)
+            if time.monotonic() > begin_until and not begun():
+                return replace(_ended(process, exit_code=1, interrupted=bool(asked)), begun=begun())
             ended = ended_at()
             allowed = _INTERRUPT_LIMIT_S if asked else limit_s
             if ended is not None and time.time() - ended > allowed:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -117,9 +118,12 @@ def _signals() -> list[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         return []
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    (left, interval), begun = signal.getitimer(signal.ITIMER_REAL), time.monotonic()
 
     def undo() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the script's
+        # An alarm of the script's is off; one that was on before rings when it would have.
+        late = left - (time.monotonic() - begun)
+        signal.setitimer(signal.ITIMER_REAL, max(late, 1e-3) if left else 0, interval)
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:  # None: set by C code
                 signal.signal(number, handler)
@@ -134,7 +138,7 @@ def _of_torch() -> list[Callable[[], None]]:
         return []
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     grad, precision = torch.is_grad_enabled(), torch.get_float32_matmul_precision()
-    exact, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    exact, warns = _determinism(torch)
     cudnn = [(name, getattr(torch.backends.cudnn, name)) for name in ("benchmark", "deterministic", "allow_tf32")]
     anomaly, checked = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
@@ -147,10 +151,15 @@ def _of_torch() -> list[Callable[[], None]]:
         torch.set_grad_enabled(grad)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(exact, warn_only=warns)
+        if _determinism(torch) != (exact, warns):  # setting it loads torch's compiler, which sets a variable
+            torch.use_deterministic_algorithms(exact, warn_only=warns)
         torch.autograd.set_detect_anomaly(anomaly, checked)
         for name, value in cudnn:
             if getattr(torch.backends.cudnn, name) != value:
                 setattr(torch.backends.cudnn, name, value)
 
     return [undo]
+
+
+def _determinism(torch: Any) -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

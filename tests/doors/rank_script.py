@@ -29,6 +29,7 @@ def main() -> None:
         optimizer.zero_grad()
         model(batch).sum().backward()
         optimizer.step()
+    del model  # its reducer would end gloo's thread with the GIL held, for which that thread may wait
     dist.destroy_process_group()
 
 
@@ -48,6 +49,7 @@ def watched(path: str) -> None:
     if dist.get_rank() == 0:
         with open(path, "w", encoding="utf-8") as file:
             file.write(session.diagnosis().to_json())
+    del model  # as above
     dist.destroy_process_group()
 
 

@@ -88,3 +88,21 @@ def test_an_error_of_ours_puts_all_back_too() -> None:
     with pytest.raises(RuntimeError, match="ours"):
         _fail()
     assert _settings() == before
+
+
+@pytest.mark.parametrize("script", ["pass", "signal.alarm(5)", "signal.signal(signal.SIGALRM, print); signal.alarm(0)"])
+@pytest.mark.parametrize("on_before", [False, True])
+def test_an_alarm_of_ours_rings_when_it_would_have_and_one_of_the_scripts_never(
+    tmp_path: Path, script: str, on_before: bool
+) -> None:
+    (tmp_path / "train.py").write_text(f"import signal\n{script}\n")
+    test_runners = signal.setitimer(signal.ITIMER_REAL, 1000.0 if on_before else 0.0)
+    try:
+        program = load_program(str(tmp_path / "train.py"), module=False)
+        with kept_settings(), as_main(program, ()):
+            execute_program(program)
+        left, interval = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *test_runners)
+    assert interval == 0
+    assert (900 < left < 1000) if on_before else left == 0

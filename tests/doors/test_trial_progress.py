@@ -47,13 +47,15 @@ def test_a_trial_says_how_far_it_is_and_its_json_stands_alone(tmp_path: Path, tr
     listener = threading.Thread(target=read)
     listener.start()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-m", "perfdoctor", "trial", *what, "--format", "json", "train.py"],
-        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=120,
-    )  # fmt: skip
-    os.close(writer)
-    listener.join()
-    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "perfdoctor", "trial", *what, "--format", "json", "train.py"],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=120,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+        listener.join()
+        os.close(reader)
     error = b"".join(said).decode()
     assert done.returncode == 0, error
     json.loads(done.stdout)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from perfdoctor.doors.nsys_child import expand
+from perfdoctor.doors.nsys_script import expand
 from perfdoctor.watch import nsys_window
 from perfdoctor.watch.nsys_window import NsysWindow
 
