@@ -51,7 +51,7 @@ def execute(argv: Sequence[str]) -> Outcome:
         command.arguments,
         module=command.module,
         max_steps=options.steps,
-        on_gpu=options.device == "gpu",
+        on_gpu=options.device == "real",
     )
     if options.write_baseline:
         write_whole(options.write_baseline, _baseline(report))
@@ -104,7 +104,10 @@ def _parser() -> Parser:
         help="syncs a step that are allowed (0.5); one on every tenth step counts as 0.1",
     )  # fmt: skip
     parser.add_argument(
-        "--device", choices=("emulated", "gpu"), default="emulated", help="where to run the script (emulated)"
+        "--device",
+        choices=("emulated", "real"),
+        default="emulated",
+        help="real: the CUDA device that is there (emulated)",
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="stop the script after N steps (20)")
     parser.add_argument(

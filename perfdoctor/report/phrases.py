@@ -133,7 +133,9 @@ def where_title(accounting: Accounting, step: StepTime | None) -> str:
         note = f", slowed by the recorder (median step {median})" if differs else ", slowed by the recorder"
         return f"Where a recorded step goes: {window}, mean{note}"
     if differs:
-        return f"Where a recorded step goes: {window}, mean; recording changed it, the bare step takes {median}"
+        slower = accounting.window_ns > step.median_ns
+        note = "the recorder slowed its launches and calls" if slower else "recording changed it"
+        return f"Where a recorded step goes: {window}, mean; {note}, the bare step takes {median}"
     return f"Where a step goes: {window}, mean"
 
 

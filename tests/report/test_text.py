@@ -156,7 +156,7 @@ def test_where_a_step_goes_says_whose_steps_they_are(diagnosis: Diagnosis) -> No
         diagnosis, accounting=replace(diagnosis.accounting, window_ns=40_000_000, unexplained_ns=17_000_000)
     )
     assert titled(slowed).endswith(
-        "40.0 ms on the GPU's timeline, mean; recording changed it, the bare step takes 25.2 ms"
+        "40.0 ms on the GPU's timeline, mean; the recorder slowed its launches and calls, the bare step takes 25.2 ms"
     )
     assert titled(slowed).startswith("a recorded step goes")
     traced = replace(slowed, step=replace(diagnosis.step, basis="recorded steps, slowed by the recorder"))
