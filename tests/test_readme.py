@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -21,6 +22,17 @@ def test_the_report_in_the_readme_is_printed_by_the_recording_beside_it() -> Non
     shown = block[1].splitlines()
     assert len(shown) > 20
     assert done.stdout.splitlines()[: len(shown)] == shown
+
+
+def test_the_diff_in_the_readme_is_that_of_the_two_loops() -> None:
+    """From the first function that differs on, with a line around each change."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    block = re.search(r"<!-- DIFF: begin -->\n```diff\n(.*?)\n```", readme, re.DOTALL)
+    assert block is not None
+    slow, fast = ((ROOT / "examples" / f"{name}_loop.py").read_text("utf-8") for name in ("slow", "fast"))
+    code = slow[slow.index("def gradient_norm") :], fast[fast.index("def report") :]
+    changes = difflib.unified_diff(*(text.splitlines() for text in code), n=1, lineterm="")
+    assert block[1].splitlines() == [re.sub("^@@.*", "@@", line) for line in changes][2:]
 
 
 def test_the_recording_is_small_and_names_no_folder() -> None:
