@@ -1,4 +1,4 @@
-"""What every room's tests share: a small recording, and GPU tests that wait for a machine with a GPU."""
+"""What every room's tests share: a small recording, no deadlines, and GPU tests that wait for a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# An example that takes long is no fault: this says nothing about speed, and a busy machine takes as long as it likes.
+settings.register_profile("untimed", settings(), deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -127,7 +127,7 @@ def act(machine: Machine, what: str, ns: int, stream: int) -> None:
         machine._run(ns, "stray", stream, 0)  # type: ignore[arg-type]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     acts=st.lists(ACT, min_size=1, max_size=12),
     steps=st.integers(1, 6),

@@ -43,7 +43,7 @@ def loop(before: tuple[tuple[str, int], ...], after: tuple[tuple[str, int], ...]
     return body
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(before=ACTS, after=ACTS, code=st.sampled_from(sorted(AILMENTS)), ns=st.integers(500 * US, 8 * MS))
 def test_headroom_is_the_difference_of_the_two_loops(
     before: tuple[tuple[str, int], ...], after: tuple[tuple[str, int], ...], code: str, ns: int

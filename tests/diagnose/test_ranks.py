@@ -159,7 +159,7 @@ def test_ranges_of_gloo_stand_in_where_no_kernel_ran() -> None:
     assert lateness(found).held_up_ns == (0, 3 * MS)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     clocks=st.lists(st.integers(-(10**12), 10**12), min_size=1, max_size=4),
     arrivals=st.lists(st.integers(1 * MS, 5 * MS), min_size=1, max_size=5),

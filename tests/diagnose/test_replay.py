@@ -68,14 +68,14 @@ def acts(streams: tuple[int, ...], syncs: tuple[str, ...]) -> st.SearchStrategy[
     return st.lists(one, min_size=2, max_size=12).map(tuple).filter(lambda a: any(x[0] == "kernel" for x in a))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan=acts((7,), ("stream", "device")))
 def test_replay_gives_the_period_of_a_loop_on_one_stream(plan: tuple[tuple[str, int, int], ...]) -> None:
     machine = run_loop(Plan(plan), 16)
     assert replay_of(machine, first=6).period_ns() == pytest.approx(machine.period_ns, rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan=acts(STREAMS, ("stream", "device", "event", "waits", "waits")), traced=st.booleans(), noted=st.booleans())
 def test_replay_gives_the_period_of_a_loop_on_several_streams(
     plan: tuple[tuple[str, int, int], ...], traced: bool, noted: bool
@@ -86,7 +86,7 @@ def test_replay_gives_the_period_of_a_loop_on_several_streams(
     assert replay_of(machine, first=6).period_ns() == pytest.approx(truth, rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan=acts((7,), ("stream", "device", "stream")))
 def test_removing_all_syncs_gives_the_period_of_the_loop_without_them(plan: tuple[tuple[str, int, int], ...]) -> None:
     replay = replay_of(run_loop(Plan(plan), 16), first=6)
@@ -94,7 +94,7 @@ def test_removing_all_syncs_gives_the_period_of_the_loop_without_them(plan: tupl
     assert replay.period_ns(Edits(unblocked=calls_of(replay, *SYNCS))) == pytest.approx(truth, rel=0.02)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan=acts(STREAMS, ("stream", "device", "event", "waits")), traced=st.booleans())
 def test_removing_all_syncs_leaves_streams_waiting_for_each_other(
     plan: tuple[tuple[str, int, int], ...], traced: bool

@@ -300,7 +300,7 @@ def table(*columns: Any) -> Any:
 THREAD, CORRELATION, KIND = st.integers(1, 3), st.integers(-1, 12), st.sampled_from(tuple(CallKind))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     calls=table(THREAD, NAME, KIND, CORRELATION),
     work=table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perfdoctor.kernels.work_list import BY_ELEMENT, MIXED, PACK, TILE, WorkList, cut
@@ -28,7 +28,6 @@ def cut_at(chosen: list[tuple[int, int, int]], words: int | None) -> tuple[WorkL
 
 
 @given(gradients, st.sampled_from([None, PACK * TILE, 2 * PACK * TILE]))
-@settings(deadline=None)
 def test_slots_cover_every_element_once(chosen: list[tuple[int, int, int]], words: int | None) -> None:
     work, addresses = cut_at(chosen, words)
     slots = work.slots_at(addresses)
@@ -55,7 +54,6 @@ def test_slots_cover_every_element_once(chosen: list[tuple[int, int, int]], word
 
 
 @given(gradients)
-@settings(deadline=None)
 def test_parts_of_a_gradient_follow_each_other(chosen: list[tuple[int, int, int]]) -> None:
     work, _ = cut_at(chosen, None)
     used = work.rest & 0x7FFFFFFF > 0
@@ -66,7 +64,6 @@ def test_parts_of_a_gradient_follow_each_other(chosen: list[tuple[int, int, int]
 
 
 @given(gradients)
-@settings(deadline=None)
 def test_packs_are_whole_and_of_one_class(chosen: list[tuple[int, int, int]]) -> None:
     work, _ = cut_at(chosen, None)
     packed = work.rest[work.num_chunks :]
@@ -85,7 +82,6 @@ def test_one_huge_and_many_tiny_are_balanced() -> None:
 
 
 @given(gradients, st.integers(1, 40))
-@settings(deadline=None)
 def test_chunks_for_so_many_programs_cover_the_same(chosen: list[tuple[int, int, int]], programs: int) -> None:
     work, addresses = cut_at(chosen, 2 * PACK * TILE)
     columns = [np.array([c[index] for c in chosen], dtype=np.int64) for index in (1, 0)]

@@ -35,7 +35,7 @@ def test_statistics_by_hand() -> None:
     assert loss.ema == pytest.approx(2.125 / 0.875, rel=1e-15)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 50)), min_size=1, max_size=12))
 def test_against_exact_sums(pairs: list[tuple[float, int]]) -> None:
     metrics = DeviceMetrics()

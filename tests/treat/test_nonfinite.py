@@ -84,7 +84,7 @@ def test_every_bad_step_is_called_back(device: str) -> None:
     assert found == list(watch.hits)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.dictionaries(st.integers(0, 5), st.integers(1, 4), max_size=3), min_size=1, max_size=6),
     st.sampled_from([math.nan, math.inf, -math.inf]),

@@ -26,7 +26,7 @@ def cuda() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cuda")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40), st.sampled_from(["tensor", "view", "grad", "storage"]))),
     st.integers(1, 3),

@@ -109,14 +109,14 @@ def run_loop(order: Order, plan: Plan, depth: int) -> None:
             torch.cuda.set_stream(following)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 6), st.just(0)), max_size=16), st.integers(1, 3))
 def test_one_stream(plan: Plan, depth: int) -> None:
     with followed() as order:
         run_loop(order, plan, depth)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=16), st.integers(1, 3))
 def test_a_loop_that_changes_its_stream(plan: Plan, depth: int) -> None:
     with followed() as order:

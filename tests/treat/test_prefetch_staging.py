@@ -13,7 +13,7 @@ from perfdoctor.treat import staging
 from perfdoctor.treat.staging import Stager, num_threads
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 3_000_001), max_size=4), st.integers(1, 5))
 def test_all_bytes_arrive(sizes: list[int], threads: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

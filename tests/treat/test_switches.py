@@ -233,7 +233,7 @@ def test_treatments_combine_and_come_off_in_reverse() -> None:
 NESTABLE = ("fused_optimizer", "channels_last", "set_to_none", "bf16_autocast", "gc_frozen")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(order=st.permutations(NESTABLE), kind=st.sampled_from(sorted(OPTIMIZERS)), steps=st.integers(0, 2))
 def test_any_order_of_treatments_comes_off_without_a_trace(order: list[str], kind: str, steps: int) -> None:
     loop = small_loop(kind)

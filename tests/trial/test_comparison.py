@@ -74,7 +74,7 @@ def test_raw_steps_are_used_and_cover_the_truth() -> None:
     assert held >= 50
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     median=st.tuples(st.floats(1, 500), st.floats(1, 500)),
     spread=st.tuples(st.floats(0, 20), st.floats(0, 20)),

@@ -201,7 +201,7 @@ def test_of_a_set_those_that_fit_beside_each_other() -> None:
     assert machine.rounds(200).judge([_candidate(*both)]) == []  # one alone has its own verdict already
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(1, 100), st.floats(-0.5, 0.5), st.integers(1, 3))
 def test_the_sign_of_the_answer_is_that_of_the_difference(base: float, share: float, num: int) -> None:
     names = ["fused_optimizer", "our_clip", "gc_frozen"][:num]

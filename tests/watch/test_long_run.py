@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -150,7 +150,6 @@ def test_a_slow_batch_is_a_data_wait_and_a_first_batch_an_epochs() -> None:
     assert [tuple(each[:2]) for each in bill(50, first, (0, 100), 45)] == [(kinds.EPOCH_END, 50)]
 
 
-@settings(deadline=None)
 @given(
     excess=st.integers(1, 1000),
     waited=st.integers(0, 1000),
