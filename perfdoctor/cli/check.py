@@ -204,4 +204,4 @@ def _rows(site: CheckedSite) -> list[str]:
     through = f" (inside {package_path(library.file)}:{library.line})" if library is not None else ""
     rows = [f"  {where}  {site.kind}, {site.count:.3g} a step: {site.meaning.phrase}{through}"]
     rows += [f"      {site.site.text}"] if site.site.text else []
-    return [*rows, f"      -> {site.meaning.advice}"]
+    return [*rows, f"      -> {site.advice.text}"]

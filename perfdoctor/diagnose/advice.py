@@ -14,7 +14,7 @@ _LINES: dict[str, tuple[str, ...]] = {
     "item": _READ,
     "format_tensor": _READ,
     "print_tensor": _READ,
-    "tensor_to_bool": ("value = torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))",),
+    "tensor_to_bool": ("if step % 50 == 0 and loss > limit:",),
     "boolean_mask": ("loss = (per_row_loss * keep).sum() / keep.sum().clamp(min=1)",),
     "masked_select": ("kept = torch.where(mask, x, torch.zeros_like(x))",),
     "one_hot": ("target = F.one_hot(y, num_classes=NUM_CLASSES)",),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from perfdoctor.diagnose.advice import advice_for_kind
 from perfdoctor.diagnose.attribution import SyncGroup
 from perfdoctor.diagnose.finding import Finding
 from perfdoctor.diagnose.hit_counts import hit_counts
 from perfdoctor.diagnose.host_sync import code_of, finding_from_hits, idle_after, what_followed, worst
+from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
@@ -77,7 +77,7 @@ def _copy_finding(review: Review, group: SyncGroup) -> Priced:
         headroom=headroom,
         afterwards=what_followed(review, held, group.place),
         basis=review.basis,
-        advice=advice_for_kind(group.kind),
+        advice=advice_at(group.kind, group.place),
         evidence=worst(timeline.calls.start_ns[held], timeline.calls.end_ns[held]),
     )
     return Priced(finding=finding, edits=edits)

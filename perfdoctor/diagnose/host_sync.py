@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from perfdoctor.diagnose.advice import advice_for_kind
 from perfdoctor.diagnose.attribution import SyncGroup
 from perfdoctor.diagnose.dependencies import sync_targets
 from perfdoctor.diagnose.finding import Finding, Severity
 from perfdoctor.diagnose.hit_counts import HitCount, hit_counts
+from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
 from perfdoctor.record import intervals
@@ -50,7 +50,7 @@ def check_unsynchronised_read(review: Review) -> Iterator[Priced]:
                 site=count.place,
                 count=count.per_step,
                 basis="live hooks",
-                advice=advice_for_kind(count.kind),
+                advice=advice_at(count.kind, count.place),
             )
             yield Priced(finding=finding)
 
@@ -96,7 +96,7 @@ def _from_recording(review: Review, group: SyncGroup, count: HitCount | None) ->
         headroom=headroom,
         afterwards=what_followed(review, held, group.place),
         basis=review.basis,
-        advice=advice_for_kind(group.kind),
+        advice=advice_at(group.kind, group.place),
         evidence=worst(calls.start_ns[held], calls.end_ns[held]),
     )
     yield Priced(finding=finding, edits=edits)
@@ -115,7 +115,7 @@ def finding_from_hits(review: Review, count: HitCount) -> Priced:
         host_blocked_ns=count.blocked_ns,
         withheld="not in every step" if rare else _NOT_RECORDED if review.has_device else _NO_DEVICE,
         basis="live hooks",
-        advice=advice_for_kind(count.kind),
+        advice=advice_at(count.kind, count.place),
     )
     return Priced(finding=finding)
 

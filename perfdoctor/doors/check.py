@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Severity
+from perfdoctor.diagnose.hit_counts import REGULAR_SHARE
+from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program, output_aside
 from perfdoctor.emulate import EmulatedDevice, emulate_cuda
 from perfdoctor.errors import UsageError
@@ -26,10 +28,10 @@ from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Note, Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, UNSYNCHRONISED_READ, SyncKind
 from perfdoctor.units import format_plural
-from perfdoctor.watch.steps import StepDetector, now
+from perfdoctor.watch.steps import BACKWARDS, HOOKS, StepDetector, now
 
 # A line that is seen in at least half of the steps belongs to the step; less often it is a line that logs or evaluates.
-_PER_STEP_SHARE = 0.5
+_PER_STEP_SHARE = REGULAR_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,11 @@ class CheckedSite:
     def meaning(self) -> SyncKind:
         """The row of the table of kinds: code, phrase and advice."""
         return KINDS[self.kind]
+
+    @property
+    def advice(self) -> Advice:
+        """What to do about it, at that line."""
+        return advice_at(self.kind, self.site)
 
     @property
     def per_step(self) -> bool:
@@ -110,16 +117,21 @@ def check_script(
             raise ScriptStopped
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
-    with _hooked_gpu() if on_gpu else _emulated() as (device, heal), _stepping(StepDetector(now, ended)):
+    detector = StepDetector(now, ended, ends.clear)
+    with _hooked_gpu() if on_gpu else _emulated() as (device, heal), _stepping(detector):
         with output_aside(), as_main(program, arguments):
             exit_code, _ = execute_program(program)
         log, notes = device.log, device.notes
+    if len(ends) < 2 and len(detector.passes) > 1:
+        ends, detector.source = detector.passes, BACKWARDS
+    if detector.source != HOOKS:
+        notes.append(Note(code="step-source", text=f"steps were taken from {detector.source}"))
     if exit_code:
         raise UsageError(f"{target}: the script failed on {name} (exit code {exit_code}; see above)")
     if len(ends) < 2:
         raise UsageError(
-            f"{target}: {format_plural(len(ends), 'optimizer update')} seen; at least 2 are needed to tell a step from "
-            "set-up. Let the script run more steps, or use a torch.optim optimizer."
+            f"{target}: {format_plural(len(ends), 'optimizer update')} seen; at least 2, or 2 backward passes, are "
+            "needed to tell a step from set-up. Let the script run more steps."
         )
     sites = count_sites(log, ends)
     return CheckReport(source=str(target), device=name, num_steps=len(ends) - 1, sites=sites, notes=tuple(notes))
@@ -214,7 +226,7 @@ def _finding(site: CheckedSite, report: CheckReport) -> Finding:
         count=site.count,
         withheld="a check counts; perfdoctor run on a GPU gives milliseconds",
         basis=f"counted on {report.device}, {format_plural(report.num_steps, 'step')}",
-        advice=Advice(text=site.meaning.advice),
+        advice=site.advice,
     )
 
 

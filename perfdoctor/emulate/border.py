@@ -28,6 +28,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 on_wait: list[Callable[[], None]] = []  # called at each crossing that waits for the stream
+# What these are their caller knows, whatever library is on the stack.
+_OWN_NAMES = ("cuda_synchronize", "barrier", "sync_dist")
 # These wait for nothing, or for what their own code knows better.
 _NO_WAIT = ("d2h_race", "h2d_pageable", "cuda_synchronize")
 sync_debug_mode = 0  # what the user's torch.cuda.set_sync_debug_mode asked for
@@ -55,7 +57,7 @@ def cross(kind: str, frame: FrameType | None = None) -> None:
 
 
 def _refined(kind: str, frame: FrameType) -> str:
-    if KINDS[kind].code != HOST_SYNC or kind == "cuda_synchronize":
+    if KINDS[kind].code != HOST_SYNC or kind in _OWN_NAMES:
         return kind
     if torch.is_anomaly_enabled() and in_backward(frame):
         return "anomaly_check"
@@ -76,7 +78,7 @@ def _obey_sync_debug_mode(kind: str) -> None:
     import warnings
 
     # torch's mode does not see these (measured on an H200).
-    if kind in ("cuda_synchronize", "empty_cache", "d2h_race"):
+    if kind in (*_OWN_NAMES, "empty_cache", "d2h_race"):
         return
     if sync_debug_mode == 2:
         raise RuntimeError("called a synchronizing CUDA operation")

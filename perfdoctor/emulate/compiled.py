@@ -18,6 +18,8 @@ _NOTE = Note(
 
 def install(patches: Patches) -> None:
     """Replace torch.compile until `patches` is undone."""
+    from torch._dynamo import trace_rules
+
     compile_function = torch.compile
     stance: list[Any] = []
 
@@ -34,6 +36,10 @@ def install(patches: Patches) -> None:
 
     patches.set(torch, "compile", compile_eagerly)
     patches.on_undo(restore)
+    rules = trace_rules.get_torch_obj_rule_map
+    if not rules.cache_info().currsize:
+        # Filled in here it would know the stand-ins, and no more the functions that they stand for.
+        patches.on_undo(rules.cache_clear)
 
 
 def _say() -> None:

@@ -53,6 +53,7 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+# torch.compile files functions by identity, each name by its own rule: two names that it knows need two stand-ins.
 _nothing = _constant(None)
 
 
@@ -167,7 +168,7 @@ _LEGACY = {
 }  # fmt: skip
 _ZEROS = (
     "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
-    "utilization memory_usage"
+    "utilization memory_usage temperature power_draw clock_rate current_blas_handle"
 )
 _QUIET = (
     "init _lazy_init set_device ipc_collect reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
@@ -181,9 +182,13 @@ _MEMORY = {
     "empty_cache": _empty_cache,
     "reset_peak_memory_stats": _nothing,
     "reset_accumulated_memory_stats": _nothing,
+    "memory_snapshot": _constant([]),
+    "_snapshot": _constant({"segments": [], "device_traces": []}),
+    "_record_memory_history": _constant(None),
+    "_dump_snapshot": _constant(None),
 }
 _CUDA: dict[str, Any] = {
-    **dict.fromkeys(_QUIET.split(), _nothing),
+    **{name: _constant(None) for name in _QUIET.split()},
     **_MEMORY,
     "is_available": _constant(True),
     "is_initialized": _constant(True),
@@ -232,6 +237,7 @@ _ACCELERATOR: dict[str, Any] = {
     "current_device_index": _constant(0),
     "current_device_idx": _constant(0),
     "set_device_index": _nothing,
+    "device_index": _DeviceContext,
     "set_device_idx": _nothing,
     "current_stream": streams.current_stream,
     "set_stream": streams.set_stream,
@@ -256,6 +262,7 @@ _TABLES: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.cuda.nvtx, _NVTX),
     (torch.accelerator, _ACCELERATOR),
     (torch, {"Generator": Generator, "Event": streams.Event, "Stream": streams.Stream}),
+    (torch.cuda.nccl, {"version": _constant((2, 27, 7))}),
     (torch.backends.cudnn, {"is_acceptable": _constant(False)}),
     (torch.backends.cuda, {"is_built": _constant(True)}),
 )  # fmt: skip

@@ -13,8 +13,10 @@ import torch
 from perfdoctor.emulate import (
     amp,
     arrivals,
+    comm,
     compiled,
     cuda_api,
+    device_names,
     distributed,
     factories,
     lazy,
@@ -28,6 +30,10 @@ from perfdoctor.record import crossings
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Note
 
+_PARTS = (
+    cuda_api, device_names, factories, amp, serialization, compiled, distributed, comm, triton_kernels, lazy,
+    logged_metrics,
+)  # fmt: skip
 _lock = threading.RLock()
 _open = 0
 _patches = Patches()
@@ -90,5 +96,5 @@ def _install() -> None:
     importlib.import_module("torch._dynamo")
     for name, value in METHODS.items():
         _patches.set(torch.Tensor, name, value)
-    for part in (cuda_api, factories, amp, serialization, compiled, distributed, triton_kernels, lazy, logged_metrics):
+    for part in _PARTS:
         part.install(_patches)

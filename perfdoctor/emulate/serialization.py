@@ -27,6 +27,7 @@ def install(patches: Patches) -> None:
         return adopt(out) if is_device(storage) else out
 
     patches.set(torch._utils, "_rebuild_tensor", rebuild_tensor)
+    patches.set(torch.UntypedStorage, "cuda", _storage_to_device)
 
 
 def _tag(storage: Any) -> str | None:
@@ -36,6 +37,13 @@ def _tag(storage: Any) -> str | None:
 def _restore(storage: Any, location: str) -> Any:
     if not location.startswith("cuda"):
         return None
+    border.cross("h2d_pageable")
+    mark_device(storage)
+    return storage
+
+
+def _storage_to_device(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """`map_location=lambda storage, location: storage.cuda(0)`."""
     border.cross("h2d_pageable")
     mark_device(storage)
     return storage

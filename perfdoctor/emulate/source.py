@@ -45,12 +45,13 @@ def indexes(frame: FrameType | None) -> bool:
 
 
 def indexes_with_tensor(frame: FrameType | None) -> bool:
-    """Whether the line indexes with a host tensor that it holds under a name; a list or a new tensor is none."""
+    """Whether the line indexes with a host tensor that it holds under a name, or a part of it: no list, no new one."""
     node, line = subscript(frame), user_frame(frame)
     if node is None or line is None:
         return False
     elements = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    values = [_named_value(element.id, line) for element in elements if isinstance(element, ast.Name)]
+    names = [element.value if isinstance(element, ast.Subscript) else element for element in elements]
+    values = [_named_value(element.id, line) for element in names if isinstance(element, ast.Name)]
     return any(type(value) is torch.Tensor for value in values)
 
 

@@ -51,14 +51,16 @@ def _index(args: Any, kwargs: Any) -> str | None:
 
 
 def _index_kind(indices: Any) -> str | None:
-    for index in indices:
-        if index is None:
-            continue
-        if index.dtype in _MASK_TYPES and index.is_cuda:
-            return "boolean_mask"
-        if not index.is_cuda and index.numel():
-            return "h2d_pageable" if indexes_with_tensor(sys._getframe(1)) else "h2d_blocking"
-    return None
+    given = [index for index in indices if index is not None]
+    if any(index.dtype in _MASK_TYPES and index.is_cuda for index in given):
+        return "boolean_mask"
+    hosts = sum(not index.is_cuda and index.numel() > 0 for index in given)
+    if not hosts:
+        return None
+    kind = "h2d_pageable" if indexes_with_tensor(sys._getframe(1)) else "h2d_blocking"
+    for _ in range(hosts - 1):  # each index is a copy of its own; the last one is what the rule returns
+        border.cross(kind)
+    return kind
 
 
 def _index_put(args: Any, kwargs: Any) -> str | None:

@@ -247,7 +247,11 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.__class__ = torch.nn.Parameter if parameter else torch.Tensor
     twin.__class__ = torch.Tensor if isinstance(value, CudaTensor) else CudaTensor
     if grad is not None:
-        tensor.grad = grad.to(tensor.device)
+        with border.quiet():  # `module.to` moves the gradient itself, after this
+            tensor.grad = grad.to(tensor.device)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # C++ knows hooks from the dict's assignment on
+        if hooks := getattr(tensor, name, None):
+            setattr(tensor, name, hooks)
 
 
 class _Probe:

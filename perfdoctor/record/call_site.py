@@ -13,12 +13,13 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from perfdoctor.record.capture import Frame, Site
+from perfdoctor.record.instruction import executing_line
 from perfdoctor.record.library_kinds import library_kind
-from perfdoctor.record.owners import PERFDOCTOR, PYTHON, USER, file_owner, package_path, shown_file
+from perfdoctor.record.owners import PERFDOCTOR, PYTHON, USER, file_owner, is_generated, package_path, shown_file
 
 __all__ = ["Hit", "HitLog", "SiteTable", "library_kind", "own_frame", "user_frame"]
 
-_UNKNOWN, _BASE, _SKIPPED, _LIBRARY, _USER, _NESTED = range(-2, 4)
+_UNKNOWN, _BASE, _SKIPPED, _LIBRARY, _USER, _NESTED, _GENERATED = range(-2, 5)
 _HOOK_ROOMS = tuple(f"perfdoctor/{room}/" for room in ("record", "watch", "emulate", "trial", "doors"))
 _SCRIPT_DOOR = "perfdoctor/doors/script.py"
 _NESTED_NAMES = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>"))
@@ -62,7 +63,7 @@ class SiteTable:
             if role and (role >= _USER or not frames):
                 key += (id(code), frame.f_lasti)
                 frames.append(frame)
-                if role >= _USER:
+                if role in (_USER, _NESTED):
                     wanted -= role == _USER or len(frames) > 1
                     if not wanted:
                         break
@@ -138,19 +139,24 @@ def own_frame(frame: FrameType) -> FrameType:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's at or above `frame`, None where there is none."""
+    """The innermost frame of the user's at or above `frame`, if possible one with a file; None where there is none."""
+    generated: FrameType | None = None
     while frame is not None:
         role = _role(frame.f_code)
-        if role >= _USER:
+        if role in (_USER, _NESTED):
             return frame
+        if role == _GENERATED:
+            generated = generated or frame
         frame = None if role == _BASE else frame.f_back
-    return None
+    return generated
 
 
 def _role(code: CodeType) -> int:
     file = code.co_filename
     owner = file_owner(file)
     if owner == USER:
+        if is_generated(file):
+            return _GENERATED
         return _NESTED if code.co_name in _NESTED_NAMES else _USER
     if owner == PERFDOCTOR:
         # Treatments and kernels are code that a loop calls, and may be guilty; the hooks themselves never are.
@@ -166,21 +172,28 @@ def _role(code: CodeType) -> int:
 def _describe(frame: FrameType) -> Frame:
     code = frame.f_code
     file = code.co_filename
-    # f_lineno is None while an artificial instruction runs.
-    line = frame.f_lineno or code.co_firstlineno
-    return Frame(file=shown_file(file), line=line, function=code.co_qualname, owner=file_owner(file))
+    return Frame(file=shown_file(file), line=executing_line(frame), function=code.co_qualname, owner=file_owner(file))
 
 
 def _site(stack: list[FrameType]) -> Site:
     if not stack:
         return Site(frame=Frame(file="<unknown>", line=0, function="", owner=PYTHON), exact=False)
     frames = [_describe(frame) for frame in stack]
-    position = next((i for i, frame in enumerate(frames) if frame.owner == USER), 0)
-    line, inner = frames[position], frames[0]
+    position = _users_line(frames)
+    line = frames[position]
+    libraries = [frame for frame in frames[:position] if frame.owner != USER]
     outer = [frame for frame in frames[position + 1 :] if (frame.file, frame.line) != (line.file, line.line)]
+    written = [frame for frame in outer if not is_generated(frame.file)]
     return Site(
         frame=line,
-        library=inner if position else None,
-        caller=outer[0] if outer else None,
+        library=libraries[0] if libraries else None,
+        caller=(written or outer)[0] if outer else None,
         text=linecache.getline(stack[position].f_code.co_filename, line.line).strip(),
     )
+
+
+def _users_line(frames: list[Frame]) -> int:
+    """Which of the frames the site is: the first that the user wrote; what `exec` made only where there is no other."""
+    users = [index for index, frame in enumerate(frames) if frame.owner == USER]
+    written = [index for index in users if not is_generated(frames[index].file)]
+    return (written or users or [0])[0]

@@ -13,6 +13,8 @@ import opcode
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from perfdoctor.record.syntax import parsed
+
 _CACHE_OPCODE = opcode.opmap.get("CACHE", 0)
 _KEPT: dict[tuple[int, int], tuple[CodeType, Instruction]] = {}
 
@@ -36,6 +38,17 @@ def current_instruction(frame: FrameType) -> Instruction:
     found = _read(code, offset)
     _KEPT[key] = (code, found)
     return found
+
+
+def executing_line(frame: FrameType) -> int:
+    """The line that `frame` is executing. Python 3.11 gives the first line of an f-string for each of its fields: here
+    it is the line of the field's value."""
+    code, offset = frame.f_code, frame.f_lasti
+    line = frame.f_lineno or code.co_firstlineno  # f_lineno is None while an artificial instruction runs
+    if offset < 2 or not opcode.opname[code.co_code[offset]].startswith("FORMAT_"):
+        return line
+    before, here = itertools.islice(code.co_positions(), offset // 2 - 1, offset // 2 + 1)
+    return before[0] or line if here[0] != here[1] else line
 
 
 def called_name(frame: FrameType) -> str:
@@ -81,12 +94,10 @@ def _parse(text: str) -> ast.AST | None:
     if not text:
         return None
     for source in (f"({text})", text):
-        try:
-            body = ast.parse(source).body
-        except (SyntaxError, ValueError):
-            continue
-        if len(body) == 1:
-            return body[0].value if isinstance(body[0], ast.Expr) else body[0]
+        tree = parsed(source)
+        if tree is not None and len(tree.body) == 1:
+            only = tree.body[0]
+            return only.value if isinstance(only, ast.Expr) else only
     return None
 
 

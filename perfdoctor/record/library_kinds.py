@@ -9,8 +9,12 @@ from __future__ import annotations
 from types import CodeType, FrameType
 
 from perfdoctor.record.instruction import called_name
-from perfdoctor.record.owners import PERFDOCTOR, USER, file_owner, package_path
+from perfdoctor.record.owners import PERFDOCTOR, USER, file_owner, is_generated, package_path
 
+_LOADING = (
+    "load", "_load", "_legacy_load", "persistent_load", "load_tensor", "restore_location", "default_restore_location",
+    "_deserialize",
+)  # fmt: skip
 # (path prefix, functions or () for all, kind). First match wins.
 _RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("torch/_tensor.py", ("__format__",), "format_tensor"),
@@ -30,7 +34,10 @@ _RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("torch/cuda/amp/grad_scaler.py", (), "grad_scaler"),
     ("torch/distributions/", ("sample",), "library_read"),  # torch.normal checks its std; validate_args is no cure
     ("torch/distributions/", (), "distribution_check"),
+    ("torch/optim/lr_scheduler.py", (), "item"),  # ReduceLROnPlateau turns the metric it is given into a number
+    ("torch/optim/swa_utils.py", ("update_parameters",), "h2d_pageable"),  # its own counter goes to the device
     ("torch/optim/", (), "optimizer_internal"),
+    ("torch/serialization.py", _LOADING, "h2d_pageable"),
     ("torch/serialization.py", (), "save"),
     ("torch/distributed/checkpoint/", (), "save"),
     ("torch/cuda/streams.py", ("synchronize",), "cuda_synchronize"),
@@ -42,7 +49,12 @@ _RULES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 _LIGHTNING_LOGGING = ("logger_connector", "/loggers/", "/callbacks/progress", "utilities/metrics")
 # Of core/module.py only these: `LightningModule.backward` is there too, and syncs for other reasons.
+_LIGHTNING_REDUCTIONS = frozenset(("_sync_ddp", "_sync_ddp_if_available"))
 _LIGHTNING_LOG = frozenset(("log", "log_dict", "_log_dict_through_fabric", "__to_tensor"))
+
+
+# What a torch function was asked to do. A library that asked it for that (torchmetrics: unique labels) is the cause.
+_OF_FUNCTIONS = frozenset((None, "print_tensor", "format_tensor", "tensor_to_bool", "numpy", "unique", "ctc_loss"))
 
 
 def library_kind(frame: FrameType | None) -> str | None:
@@ -52,10 +64,10 @@ def library_kind(frame: FrameType | None) -> str | None:
     while frame is not None:
         code = frame.f_code
         owner = file_owner(code.co_filename)
-        if owner == USER:
+        if owner == USER and not _is_generated_method(code):
             break
         logged = logged or owner == "logger"
-        if owner != PERFDOCTOR and kind in (None, "print_tensor", "format_tensor"):
+        if owner not in (PERFDOCTOR, USER) and kind in _OF_FUNCTIONS:
             kind = _rule(code) or kind
         frame = frame.f_back
     if kind == "print_tensor" and (frame is None or called_name(frame) != "print"):
@@ -63,6 +75,20 @@ def library_kind(frame: FrameType | None) -> str | None:
     if logged and kind in (None, "format_tensor", "print_tensor"):
         return "logging"
     return kind
+
+
+def barrier_kind(frame: FrameType | None) -> str:
+    """Whose barrier it is: that of Lightning's reduction of a logged value, or whoever's."""
+    while frame is not None and file_owner(frame.f_code.co_filename) != USER:
+        if frame.f_code.co_name in _LIGHTNING_REDUCTIONS:
+            return "sync_dist"
+        frame = frame.f_back
+    return "barrier"
+
+
+def _is_generated_method(code: CodeType) -> bool:
+    """The `__repr__` of a dataclass: who printed the object is one frame further out."""
+    return code.co_name.startswith("__") and is_generated(code.co_filename)
 
 
 def _rule(code: CodeType) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import re
 import sys
@@ -68,6 +69,16 @@ def file_owner(file: str) -> str:
     if os.path.realpath(file).startswith(_STDLIB):
         return "logger" if "/logging/" in path else PYTHON
     return USER
+
+
+def is_generated(file: str) -> bool:
+    """Whether code of the user's came from `exec` and has no line to show: a dataclass's `__repr__` in `<string>`.
+
+    The cell of a notebook is none, nor is other code that left its source for tracebacks.
+    """
+    if not file.startswith("<") or file_owner(file) != USER or _CELL.match(file):
+        return False
+    return file.startswith("<attrs generated ") or not linecache.getlines(file)
 
 
 def package_path(file: str) -> str:

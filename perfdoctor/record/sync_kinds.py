@@ -29,9 +29,11 @@ class SyncKind:
 
 _KEEP = "sum detached tensors on the device and read the sum every N steps"
 
+_SELDOM = "call it every N steps, or in a form that needs no device value on the host"
+
 _ROWS = (
     ("item", HOST_SYNC, "reads a device value", _KEEP),
-    ("tolist", HOST_SYNC, "reads a device tensor into a list", _KEEP),
+    ("tolist", HOST_SYNC, "reads a device tensor into a list", "go on with the tensor on the device, or make the list every N steps"),
     ("cpu", HOST_SYNC, "copies a device tensor to the host and waits", "copy with non_blocking=True into pinned memory behind an event, or stay on the device"),
     ("numpy", HOST_SYNC, "copies a device tensor to numpy and waits", "compute it with torch on the device"),
     ("tensor_to_bool", HOST_SYNC, "branches on a device value", "select with torch.where, or decide every N steps"),
@@ -42,7 +44,7 @@ _ROWS = (
     ("one_hot", HOST_SYNC, "infers the number of classes from device data", "pass num_classes=, or compare with torch.arange"),
     ("bincount", HOST_SYNC, "sizes its output from device data", "scatter_add into a tensor of known size"),
     ("repeat_interleave", HOST_SYNC, "sizes its output from device data", "pass output_size="),
-    ("scalar_index", HOST_SYNC, "uses device scalars as slice bounds", "use host integers, or index_select / gather with device indices"),
+    ("scalar_index", HOST_SYNC, "uses device scalars as indices or slice bounds", "use host integers, or index_select / gather with device indices"),
     ("format_tensor", HOST_SYNC, "formats a device tensor into text", _KEEP),
     ("print_tensor", HOST_SYNC, "prints a device tensor", _KEEP),
     ("grad_scaler", HOST_SYNC, "GradScaler.step reads whether gradients overflowed", "use bfloat16 autocast, which needs no scaler, or a fused optimizer"),
@@ -55,11 +57,11 @@ _ROWS = (
     ("linalg_check", HOST_SYNC, "checks a factorisation on the host", "use the _ex variant (torch.linalg.solve_ex, check_errors=False)"),
     ("optimizer_internal", HOST_SYNC, "the optimizer itself reads device values", "inherent in this optimizer"),
     ("anomaly_check", HOST_SYNC, "anomaly mode checks each gradient on the host", "switch anomaly detection off"),
-    ("library_read", HOST_SYNC, "a library reads device values", _KEEP),
+    ("library_read", HOST_SYNC, "a library reads device values", _SELDOM),
     ("cuda_synchronize", HOST_SYNC, "waits for the device outright", "remove it, or time with CUDA events read later"),
     ("barrier", HOST_SYNC, "waits at a barrier until every rank is there", "remove it: a collective orders the ranks by itself"),
     ("sync_dist", HOST_SYNC, "self.log with sync_dist=True waits at a barrier until every rank is there", "reduce once an epoch (on_step=False, on_epoch=True), or log each rank's own value with sync_dist=False"),
-    ("other_sync", HOST_SYNC, "waits for the device", _KEEP),
+    ("other_sync", HOST_SYNC, "waits for the device", _SELDOM),
     ("h2d_pageable", PAGEABLE_COPY, "copies from pageable host memory", "pin the source (DataLoader(pin_memory=True)) and copy with non_blocking=True"),
     ("h2d_blocking", BLOCKING_COPY, "copies what was built on the host, or a pinned tensor, and waits", "a constant: create it on the device, once; a pinned batch: copy it with non_blocking=True"),
     ("d2h_race", UNSYNCHRONISED_READ, "reads the target of an asynchronous copy before it has arrived", "wait on an event recorded after the copy before reading"),

@@ -8,15 +8,13 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from types import FrameType
 from typing import Any
 
 from perfdoctor.record.call_site import HitLog, own_frame
-from perfdoctor.record.owners import USER, file_owner
+from perfdoctor.record.library_kinds import barrier_kind
 from perfdoctor.watch.patches import Patches
 
 _MODULES = ("torch.distributed", "torch.distributed.distributed_c10d")
-_REDUCTIONS = frozenset(("_sync_ddp", "_sync_ddp_if_available"))  # of lightning_fabric
 
 
 class BarrierHook:
@@ -51,15 +49,6 @@ class BarrierHook:
                 return barrier(*args, **kwargs)
             finally:
                 frame = sys._getframe(1)
-                self._log.add(_kind(own_frame(frame)), frame, start, time.time_ns())
+                self._log.add(barrier_kind(own_frame(frame)), frame, start, time.time_ns())
 
         return noted
-
-
-def _kind(frame: FrameType | None) -> str:
-    """Lightning's reduction of a logged value, or a barrier of whoever's."""
-    while frame is not None and file_owner(frame.f_code.co_filename) != USER:
-        if frame.f_code.co_name in _REDUCTIONS:
-            return "sync_dist"
-        frame = frame.f_back
-    return "barrier"

@@ -15,7 +15,7 @@ from perfdoctor.record.call_site import library_kind, user_frame
 from perfdoctor.record.instruction import Instruction, call_name, current_instruction
 from perfdoctor.record.owners import TORCH, USER, file_owner
 from perfdoctor.watch.graph_kind import backward_kind
-from perfdoctor.watch.peek import UNKNOWN, is_tensor, peek
+from perfdoctor.watch.peek import UNKNOWN, is_tensor, peek, peek_origin
 
 _CALLS: dict[str, str] = {
     name: kind
@@ -35,12 +35,12 @@ _CALLS: dict[str, str] = {
         "repeat_interleave": "repeat_interleave",
         "ctc_loss": "ctc_loss",
         "cuda_synchronize": "synchronize",
-        "format_tensor": "str repr format join write",
+        "format_tensor": "str repr format join write writerow writerows",
         "print_tensor": "print",
         "save": "save dump dumps deepcopy",
         "empty_cache": "empty_cache",
         "linalg_check": "cholesky solve inv inverse lu lu_factor lu_solve eig eigh eigvals eigvalsh svd svdvals lstsq "
-        "pinv matrix_rank cond solve_triangular cholesky_inverse ldl_factor tensorsolve tensorinv symeig",
+        "pinv matrix_rank matrix_norm cond solve_triangular cholesky_inverse ldl_factor tensorsolve tensorinv symeig",
     }.items()
     for name in names.split()
 }
@@ -50,7 +50,10 @@ _FACTORIES = (
 )
 _CREATIONS = frozenset(_FACTORIES.split())
 _DEVICE_READERS = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
-_COPIES = frozenset(("to", "cuda", "copy_", "type", "_to_copy", "set_data", "pin_memory"))
+# These fill on the device; what waits is a size given as a device scalar.
+_FILLED = frozenset(("zeros", "ones", "eye", "rand", "randn", "randperm", "empty", "new_zeros", "new_ones"))
+_HOST_INDICES = frozenset(("tolist", "list", "range", "tuple", "sorted", "numpy", "permutation", "sample", "choice"))
+_COPIES = frozenset(("to", "cuda", "copy_", "type", "type_as", "_to_copy", "set_data", "pin_memory"))
 _SCALAR_MODULES = frozenset(("math", "np", "numpy", "operator", "statistics"))
 _TESTS = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
 _MASK_CALLS = ("is", "logical_", "bool", "eq", "ne", "lt", "gt", "le", "ge", "bernoulli", "any", "all", "_mask")
@@ -103,12 +106,33 @@ def _call_kind(node: ast.Call, frame: FrameType) -> str | None:
     if name == "where" and len(node.args) + len(node.keywords) == 1:
         return "nonzero"
     if name in _CREATIONS and (name in _DEVICE_READERS or name not in _CALLS):
-        return "item" if name in _DEVICE_READERS and _device_values(node.args, frame) else "h2d_blocking"
+        return _creation_kind(name, node, frame)
     if name in _CALLS:
         return _CALLS[name]
+    mapped = _mapped_name(node)
+    if mapped in _CALLS:
+        return _CALLS[mapped]
+    alias = getattr(peek(node.func, frame), "__name__", "") if isinstance(node.func, ast.Name) else ""
+    if alias in _CALLS:
+        return _CALLS[alias]
     if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
         return "item" if node.func.value.id in _SCALAR_MODULES else None
     return None
+
+
+def _creation_kind(name: str, node: ast.Call, frame: FrameType) -> str:
+    if name in _FILLED or (name in _DEVICE_READERS and _device_values(node.args, frame)):
+        return "item"
+    source = peek(node.args[0], frame) if node.args and name in ("as_tensor", "asarray") else None
+    return "h2d_pageable" if is_tensor(source) or hasattr(source, "__array__") else "h2d_blocking"
+
+
+def _mapped_name(node: ast.Call) -> str:
+    """'float' for `list(map(float, values))`: the reads happen while the outer call asks for values."""
+    inner = node.args[0] if node.args else None
+    if isinstance(inner, ast.Call) and call_name(inner.func) == "map" and inner.args:
+        return call_name(inner.args[0])
+    return ""
 
 
 def _device_values(nodes: Iterable[ast.expr], frame: FrameType) -> bool:
@@ -116,6 +140,7 @@ def _device_values(nodes: Iterable[ast.expr], frame: FrameType) -> bool:
         elements = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
         for element in elements:
             value = peek(element, frame)
+            value = peek_origin(element, frame) if value is UNKNOWN else value
             for leaf in value if isinstance(value, list | tuple) else (value,):
                 if is_tensor(leaf) and leaf.is_cuda:
                     return True
@@ -175,6 +200,11 @@ def host_source_kind(source: ast.expr, frame: FrameType) -> str:
 
 
 def _subscript_kind(node: ast.Subscript, frame: FrameType, stored: bool) -> str:
+    container = peek(node.value, frame)
+    if isinstance(container, list | tuple) or isinstance(node.value, ast.List | ast.Tuple):
+        return "scalar_index"
+    if stored and _on_device(container) is False:
+        return "cpu"
     elements = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     kinds = [_index_kind(element, frame) for element in elements]
     for kind in ("boolean_mask", "scalar_index", "h2d_blocking", "h2d_pageable"):
@@ -194,7 +224,10 @@ def _index_kind(node: ast.expr, frame: FrameType) -> str:
         return _tensor_index_kind(value)
     if value is not UNKNOWN:
         return "h2d_blocking" if isinstance(value, list | range) or hasattr(value, "__array__") else ""
-    if isinstance(node, ast.List | ast.ListComp):
+    origin = peek_origin(node, frame)
+    if origin is not UNKNOWN and not _is_mask(node):
+        return _derived_index_kind(node, origin, frame)
+    if isinstance(node, ast.List | ast.ListComp) or (isinstance(node, ast.Call) and _makes_host_index(node)):
         return "h2d_blocking"
     return "boolean_mask" if _is_mask(node) else ("h2d_blocking" if _is_creation(node) else "unknown")
 
@@ -205,6 +238,19 @@ def _tensor_index_kind(index: Any) -> str:
     if not index.is_cuda:
         return "h2d_pageable"
     return "scalar_index" if index.ndim == 0 else ""
+
+
+def _derived_index_kind(node: ast.expr, origin: Any, frame: FrameType) -> str:
+    """The kind of an index that an expression takes from a tensor: `order[0]`, `order[:8]`, `order.flip(0)`."""
+    one = isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice | ast.Tuple)
+    if origin.is_cuda and one and origin.ndim == 1 and not is_tensor(peek(node.slice, frame)):  # type: ignore[attr-defined]
+        return "scalar_index"
+    # A device tensor of integers makes nobody wait: a method has made a mask of it.
+    return _tensor_index_kind(origin) or ("unknown" if isinstance(node, ast.Call) else "")
+
+
+def _makes_host_index(node: ast.Call) -> bool:
+    return call_name(node.func) in _HOST_INDICES
 
 
 def _may_be_tensor(node: ast.expr, frame: FrameType) -> bool:

@@ -8,6 +8,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 UNKNOWN = object()
+_LEAVING = frozenset(("to", "cpu", "cuda", "numpy", "item", "tolist", "size", "dim", "numel", "type", "data_ptr"))
 
 
 def peek(node: ast.AST, frame: FrameType) -> Any:
@@ -20,10 +21,30 @@ def peek(node: ast.AST, frame: FrameType) -> Any:
         return _attribute(peek(node.value, frame), node.attr)
     if isinstance(node, ast.Subscript):
         return _item(peek(node.value, frame), peek(node.slice, frame))
+    if isinstance(node, ast.Slice):
+        bounds = [None if bound is None else peek(bound, frame) for bound in (node.lower, node.upper, node.step)]
+        return UNKNOWN if any(bound is UNKNOWN for bound in bounds) else slice(*bounds)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = peek(node.operand, frame)
         return -value if type(value) in (int, float) else UNKNOWN
     return UNKNOWN
+
+
+def peek_origin(node: ast.AST, frame: FrameType) -> Any:
+    """The tensor that an expression starts from and stays with: `x` of `x.detach().mean()` and `x[:8]`; else UNKNOWN.
+
+    A call that brings values to the host or makes other objects ends it.
+    """
+    value = peek(node, frame)
+    while value is UNKNOWN:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr not in _LEAVING:
+            node = node.func.value
+        elif isinstance(node, ast.Subscript):
+            node = node.value
+        else:
+            return UNKNOWN
+        value = peek(node, frame)
+    return value if is_tensor(value) else UNKNOWN
 
 
 def is_tensor(value: object) -> bool:

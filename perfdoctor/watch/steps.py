@@ -1,10 +1,12 @@
 """Where one step ends and the next begins.
 
-A step is one optimizer update. Marks by hand come first, then optimizer hooks, then the batches that were handed out.
+A step is one optimizer update. Marks by hand come first, then optimizer hooks, then the batches that were handed out,
+then backward passes: all that a loop shows which updates its parameters by hand.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -13,10 +15,12 @@ from typing import Any
 
 from perfdoctor.watch.patches import Patches
 
-# So many batches without any optimizer update, and the optimizer is one that torch's hooks do not reach.
+# So many batches or backward passes without any optimizer update, and torch's hooks do not reach what updates.
 PATIENCE = 16
+# And so many passes where nothing has built a torch optimizer. Some loops build theirs after the first batch.
+_WITHOUT_OPTIMIZER = 2
 
-HOOKS, BATCHES, MARKS = "optimizer hooks", "batches", "session.step()"
+HOOKS, BATCHES, BACKWARDS, MARKS = "optimizer hooks", "batches", "backward passes", "session.step()"
 
 
 class StepDetector:
@@ -24,7 +28,7 @@ class StepDetector:
 
     With several optimizers a new step begins when one that has stepped steps again, so that the first cycle is known
     one update late; from then on the step ends with the last update of the cycle. `restarted()` is called where an
-    optimizer steps for the first time after batches had been taken for steps.
+    optimizer steps for the first time after batches or backward passes had been taken for steps.
     """
 
     def __init__(
@@ -35,6 +39,8 @@ class StepDetector:
         self._restarted = restarted
         self._handles: list[Any] = []
         self._patches = Patches()
+        self._engine = Patches()  # until the first update
+        self.passes: list[Any] = []  # the stamps of backward passes without an update, as far as patience goes
         self._seen: set[int] = set()
         self._cycle: frozenset[int] = frozenset()
         self._last: Any = None
@@ -69,9 +75,26 @@ class StepDetector:
             return result
 
         self._patches.replace(GradScaler, "update", updated)
+        self._count_passes()
+
+    def _count_passes(self) -> None:
+        """Count backward passes until an optimizer steps. All go through one name, which no compiler looks at."""
+        torch: Any = sys.modules["torch"]
+        run: Any = torch.autograd._engine_run_backward
+
+        @functools.wraps(run)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            # Reentrant checkpointing runs a pass inside a pass.
+            if not self.idle and torch._C._current_graph_task_id() == -1 and not _capturing():
+                self.passed()
+            return result
+
+        self._engine.replace(torch.autograd, "_engine_run_backward", counted)
 
     def remove(self) -> None:
         """Take the hooks back."""
+        self._engine.undo()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -84,8 +107,10 @@ class StepDetector:
         key = id(optimizer)
         if key not in self.optimizers:
             self.optimizers[key] = weakref.ref(optimizer)
-        if self.source == BATCHES:
+        if self.source in (BATCHES, BACKWARDS):
             self._restarted()
+        self._engine.undo()
+        self.passes.clear()
         self.expect(self._num_batches)
         self.source, self._updated, self._num_batches = HOOKS, True, 0
         if key in self._seen:  # the cycle ended with the update before this one
@@ -114,8 +139,17 @@ class StepDetector:
         self._num_batches += 1
         if self.source == BATCHES:
             self._end(self._stamp_now())
-        elif self._num_batches > self._patience:
+        elif self.source == HOOKS and self._num_batches > self._patience:
             self.source = BATCHES
+
+    def passed(self) -> None:
+        """A backward pass has ended, and no optimizer has stepped so far."""
+        if self.source == BACKWARDS:
+            self._end(self._stamp_now())
+        elif self.source == HOOKS and not self.optimizers:
+            self.passes.append(self._stamp_now())
+            if len(self.passes) > (self._patience if _optimizer_built() else _WITHOUT_OPTIMIZER):
+                self.source = BACKWARDS
 
     def mark(self) -> None:
         """The user says that a step ends here."""
@@ -125,6 +159,15 @@ class StepDetector:
     def _end(self, stamp: Any) -> None:
         self._seen.clear()
         self._ended(stamp)
+
+
+def _optimizer_built() -> bool:
+    """Whether this process has built an optimizer whose steps the hooks would see: torch marks the class then."""
+    torch: Any = sys.modules["torch"]
+    kinds = [torch.optim.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(getattr(kind.step, "hooked", False) for kind in kinds)
 
 
 def now() -> int:

@@ -68,7 +68,7 @@ def test_a_slow_loader_by_hand(mark: str) -> None:
     finding = only(diagnosis, "data-wait")
     assert finding.host_blocked_ns == 6 * MS
     assert finding.count == 1
-    assert finding.gpu_idle_ns == pytest.approx(0.9 * 6 * MS, rel=0.001)  # the first window begins with its work
+    assert finding.gpu_idle_ns == pytest.approx(6 * MS, rel=0.001)
     assert_headroom(finding, truth, slow.period_ns)
     assert diagnosis.binding == Binding.HOST_DATA
 

@@ -151,6 +151,14 @@ def test_a_call_that_does_not_wait_is_not_seen(code: str) -> None:
     assert kinds_of(code) == []
 
 
+def test_each_index_from_the_host_is_a_copy() -> None:
+    assert kinds_of("x[[0, 1], [2, 3]]") == ["h2d_blocking"] * 2
+    order = torch.tensor([1, 0, 2])
+    assert kinds_of("x[order, order]", order=order) == ["h2d_pageable"] * 2
+    assert kinds_of("x[order[:2]]", order=order) == ["h2d_pageable"]
+    assert kinds_of("x[i, [2, 3]]") == ["h2d_blocking"]
+
+
 def test_the_line_is_that_of_the_call() -> None:
     with emulate_cuda() as device:
         x = torch.ones(3, device="cuda")

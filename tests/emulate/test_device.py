@@ -21,7 +21,8 @@ from perfdoctor.record.call_site import HitLog
 OWNERS = (
     torch, torch.Tensor, torch.cuda, torch.cuda.memory, torch.accelerator, torch.backends.cudnn, torch.nn.functional,
     torch.linalg,
-    torch._utils, torch.distributed, torch.utils._device.DeviceContext,
+    torch._utils, torch.distributed, torch.utils._device.DeviceContext, torch._C, torch._C._nn, torch.multiprocessing,
+    torch.UntypedStorage, torch.cuda.nccl,
 )  # fmt: skip
 
 
@@ -332,3 +333,21 @@ def test_torch_script_still_finds_its_builtins() -> None:
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
     return x + torch.ones([2]) * 2
+
+
+@pytest.mark.parametrize("move", ["to", "data"])
+def test_hooks_of_a_parameter_go_with_it(move: str) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    seen: list[str] = []
+    model.weight.register_hook(lambda gradient: seen.append("gradient"))
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    with emulate_cuda():
+        if move == "to":
+            model.to("cuda")
+        else:
+            model.weight.data = model.weight.data.cuda()
+        model(torch.ones(1, 2, device="cuda")).sum().backward()
+        assert seen == ["gradient", "accumulated"]
+        model.cpu()
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == ["gradient", "accumulated"] * 2

@@ -30,6 +30,32 @@ def test_torchmetrics() -> None:
         assert metric.device.type == "cuda"
 
 
+def test_what_torchmetrics_asks_torch_for_is_torchmetrics_doing() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with emulate_cuda() as device:
+        labels = torch.zeros(4, dtype=torch.int64, device="cuda")
+        accuracy = torchmetrics.classification.MulticlassAccuracy(3).to("cuda")  # asks for the unique labels
+        before = len(device.log.hits)
+        accuracy.update(labels, labels)
+        assert {hit.kind for hit in device.log.hits[before:]} == {"torchmetrics"}
+        before = len(device.log.hits)
+        torch.unique(labels)
+        assert {hit.kind for hit in device.log.hits[before:]} == {"unique"}
+
+
+def test_a_scheduler_that_is_given_a_metric_reads_it() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with emulate_cuda() as device:
+        scheduler.step(torch.ones((), device="cuda"))  # a device tensor
+        (hit,) = device.log.hits
+        site = device.log.sites.sites[hit.site]
+        assert hit.kind == "item"
+        assert site.text.endswith("# a device tensor")
+        assert site.library is not None
+        assert site.library.file.endswith("lr_scheduler.py")
+
+
 def test_transformers_model_from_a_config() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16)

@@ -1,15 +1,17 @@
 """Sites from real frames: the user's line, the library that made the call, the line that led there."""
 
+import dataclasses
 import io
 import linecache
 import logging
+import subprocess
 import sys
 import textwrap
 import threading
 
 import pytest
 
-from perfdoctor.record.call_site import HitLog, SiteTable, library_kind
+from perfdoctor.record.call_site import HitLog, SiteTable, library_kind, user_frame
 from perfdoctor.record.instruction import called_name, current_instruction
 from perfdoctor.record.owners import file_owner, shown_file
 
@@ -245,3 +247,85 @@ def test_lightning_s_backward_is_no_logging():
 
     pl.LightningModule().backward(Loss())
     assert kinds == [None]
+
+
+@dataclasses.dataclass
+class Result:
+    value: object
+    note: str = ""
+
+
+class Asking:
+    """Asks for the site, and for what the frames imply, when it is turned into text."""
+
+    def __repr__(self):
+        self.site = TABLE.sites[TABLE.at(sys._getframe(1))]
+        self.user = user_frame(sys._getframe(1))
+        return "asked"
+
+
+def test_what_python_generated_for_a_class_is_not_the_line():
+    asked = Asking()
+    str(Result(asked))  # shown here
+    assert asked.site.frame.line == line_of("str(Result(asked))  # shown here")
+    assert asked.site.text == "str(Result(asked))  # shown here"
+    assert asked.user.f_code.co_filename == __file__
+
+
+def test_code_from_exec_is_named_by_the_line_that_runs_it():
+    names = {"site": site}
+    exec("def read():\n    return site()", names)
+    found = names["read"]()  # runs it
+    assert found.frame.line == line_of('found = names["read"]()  # runs it')
+    assert found.library is None
+
+
+def test_where_all_of_a_program_came_from_exec_its_own_line_is_all_there_is():
+    program = """
+import sys
+from perfdoctor.record.call_site import SiteTable
+table = SiteTable()
+def read():
+    return table.sites[table.at(sys._getframe())]
+found = read()
+print(found.frame.file, found.frame.line, found.caller.line)
+"""
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["<stdin>", "6", "7"]
+
+
+def test_a_field_of_a_long_f_string_has_its_own_line():
+    class Asked:
+        def __format__(self, spec):
+            self.site = site_above(sys._getframe(1))
+            return "x"
+
+    def site_above(frame):
+        return TABLE.sites[TABLE.at(frame)]
+
+    first, second, third = Asked(), Asked(), Asked()
+    text = (
+        f"one {first} "
+        f"two {second:.3f} "  # the second field
+        f"three {third!s}{third}"  # the third field
+    )
+    assert text.startswith("one x two x three")
+    assert first.site.text.startswith('f"one')
+    assert second.site.text.endswith("# the second field")
+    assert third.site.text.endswith("# the third field")
+
+
+def test_the_library_that_asked_is_the_cause():
+    """torchmetrics asks torch for unique labels; a scheduler makes a number of its metric."""
+    torch = pytest.importorskip("torch")
+    kinds = []
+    weight = torch.nn.Parameter(torch.ones(1))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([weight], lr=0.1))
+
+    class Metric:
+        def __float__(self):
+            kinds.append(library_kind(sys._getframe(1)))
+            return 1.0
+
+    scheduler.step(Metric())
+    assert kinds == ["item"]

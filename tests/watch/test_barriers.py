@@ -112,3 +112,20 @@ def test_on_the_device_its_wait_is_priced_with_it() -> None:
     assert found.site.text == "dist.barrier()"
     assert found.count == pytest.approx(1.0)
     assert found.basis.startswith("replay"), found.basis
+
+
+def test_on_an_emulated_device_it_is_counted_once() -> None:
+    with perfdoctor.emulate_cuda():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            model = torch.nn.Linear(4, 4).cuda()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with perfdoctor.watch(warmup=2, active=4) as session:
+                for _ in range(20):
+                    model(torch.ones(2, 4, device="cuda")).sum().backward()
+                    optimizer.step()
+                    dist.barrier()
+        finally:
+            dist.destroy_process_group()
+    (found,) = [each for each in session.diagnosis().findings if each.kind == "barrier"]
+    assert found.count == 1

@@ -64,7 +64,7 @@ class Host:
             Device.kinds.append(call_kind(sys._getframe(1)))
         return torch.zeros(2).as_subclass(Host.Tensor)
 
-    as_tensor = from_numpy = stack = tensor
+    as_tensor = from_numpy = stack = zeros = tensor
 
     @staticmethod
     def where(*args):
@@ -90,6 +90,8 @@ def kinds(code, tmp_path, **extra):
         "device": torch.device("cuda"),
         "cpu": torch.device("cpu"),
         "n": 2,
+        "pair": (1, 2),
+        "kept": [torch.zeros(()).as_subclass(Device)],
         "array": np.zeros(2),
         **extra,
     }
@@ -135,12 +137,29 @@ def kinds(code, tmp_path, **extra):
         ("x[at:at]", "scalar_index"),
         ("x[[0, 1]]", "h2d_blocking"),
         ("x[array]", "h2d_blocking"),
-        ("x[host.long()]", "boolean_mask"),
+        ("x[host.long()]", "h2d_pageable"),
+        ("x[host[:2]]", "h2d_pageable"),
+        ("x[x.byte()]", "boolean_mask"),
+        ("x[mask.flatten()]", "boolean_mask"),
+        ("x[make().bool()]", "boolean_mask"),
+        ("x[host.tolist()]", "h2d_blocking"),
+        ("x[range(n)]", "h2d_blocking"),
+        ("x[list(range(n))]", "h2d_blocking"),
+        ("[1, 2][at]", "scalar_index"),
+        ("pair[at]", "scalar_index"),
         ("x[host]", "h2d_pageable"),
         ("x[0] = 1.0", "h2d_blocking"),
         ("x[n] = 1.0", "h2d_blocking"),
         ("H.tensor(1.0, device=device)", "h2d_blocking"),
         ("H.tensor([t, t], device=device)", "item"),
+        ("H.tensor(kept[-2:], device=device)", "item"),
+        ("H.tensor([t.detach(), t.mean()], device=device)", "item"),
+        ("H.tensor([t.shape, n], device=device)", "h2d_blocking"),
+        ("H.as_tensor(array, device=device)", "h2d_pageable"),
+        ("H.as_tensor(host, device=device)", "h2d_pageable"),
+        ("H.zeros(at, device=device)", "item"),
+        ("list(map(float, kept))", "item"),
+        ("read = float; read(t)", "item"),
         ("H.as_tensor(1.0).to(device)", "h2d_blocking"),
         ("H.tensor([1.0]).float().to(device)", "h2d_blocking"),
         ("batch.to(device)", "h2d_pageable"),

@@ -1,11 +1,14 @@
 """Step boundaries with real optimizers, one and several, scalers, closures and compiled updates."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from perfdoctor.watch.steps import BATCHES, HOOKS, MARKS, PATIENCE, StepDetector
+from perfdoctor.watch import steps
+from perfdoctor.watch.steps import BACKWARDS, BATCHES, HOOKS, MARKS, PATIENCE, StepDetector
 
 
 @pytest.fixture
@@ -161,3 +164,102 @@ def test_accumulation_that_is_told_is_no_reason_to_count_batches(detector):
             detector.requested()
         one.step()
     assert len(detector.ends) == 2
+
+
+@pytest.fixture
+def nothing_built(monkeypatch):
+    """As in a fresh process: no torch optimizer has been built so far."""
+    monkeypatch.setattr(steps, "_optimizer_built", lambda: False)
+
+
+def manual_update(weight, call):
+    loss = (weight - 3).square().sum()
+    if call == "backward":
+        loss.backward()
+        gradient, weight.grad = weight.grad, None
+    else:
+        (gradient,) = torch.autograd.grad(loss, weight)
+    with torch.no_grad():
+        weight -= 0.1 * gradient
+
+
+@pytest.mark.parametrize("call", ["backward", "grad"])
+def test_backward_passes_stand_in_where_parameters_are_updated_by_hand(detector, nothing_built, call):
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(9):
+        manual_update(weight, call)
+    assert detector.source == BACKWARDS
+    assert len(detector.passes) == 3  # before they were taken for steps
+    assert len(detector.ends) == 6
+
+
+def test_where_an_optimizer_could_still_step_passes_need_patience(detector):
+    optimizer()
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(PATIENCE + 4):
+        manual_update(weight, "backward")
+    assert len(detector.ends) == 3
+
+
+def test_a_process_knows_whether_an_optimizer_was_built():
+    code = """
+import torch
+from perfdoctor.watch.steps import _optimizer_built
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+assert not _optimizer_built()
+Own([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+assert _optimizer_built()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_accumulation_before_a_late_optimizer_starts_again(nothing_built):
+    restarts, ends = [], []
+    detector = StepDetector(lambda: 0, ends.append, lambda: restarts.append(len(ends)))
+    detector.install()
+    try:
+        weight = torch.ones(2, requires_grad=True)
+        for _ in range(6):
+            weight.sum().backward()
+        one = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            for _ in range(2 * PATIENCE):
+                weight.sum().backward()
+            one.step()
+    finally:
+        detector.remove()
+    # Six passes and those before the first update were taken for steps, which the restart takes back.
+    assert restarts == [6 + 2 * PATIENCE - 3]
+    assert len(ends) == restarts[0] + 3
+    assert detector.source == HOOKS
+
+
+def test_a_pass_inside_a_pass_is_not_one(detector, nothing_built):
+    from torch.utils.checkpoint import checkpoint
+
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(5):
+        checkpoint(lambda x: x.exp(), weight, use_reentrant=True).sum().backward()
+    assert len(detector.passes) + len(detector.ends) == 5
+
+
+def test_batches_come_before_passes(detector):
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(PATIENCE + 4):
+        detector.requested()
+        weight.sum().backward()
+    assert detector.source == BATCHES
+    assert len(detector.ends) == 3
+
+
+def test_the_engine_s_name_is_put_back():
+    before = torch.autograd._engine_run_backward
+    detector = StepDetector(lambda: 0, lambda stamp: None)
+    detector.install()
+    assert torch.autograd._engine_run_backward is not before
+    optimizer().step()  # from the first update on nothing is in the way
+    assert torch.autograd._engine_run_backward is before
+    detector.remove()
+    assert torch.autograd._engine_run_backward is before
