@@ -43,10 +43,14 @@ def idle_claims(timeline: Timeline) -> IdleClaims:
 
 
 def windows(timeline: Timeline) -> Intervals:
-    """The device windows of the steps as one set; empty without device work."""
-    if timeline.steps is None or not len(timeline.work):
+    """The device windows of the steps as one set; empty without device work.
+
+    A first window that begins with the first work recorded is left out: it lacks the idle time before that.
+    """
+    steps = timeline.steps
+    if steps is None or not len(timeline.work):
         return intervals.EMPTY
-    return intervals.union(timeline.steps.window_start_ns, timeline.steps.window_end_ns)
+    return intervals.union(steps.window_start_ns[steps.judged], steps.window_end_ns[steps.judged])
 
 
 def account(timeline: Timeline, claims: IdleClaims) -> Accounting | None:
@@ -54,7 +58,7 @@ def account(timeline: Timeline, claims: IdleClaims) -> Accounting | None:
     window = windows(timeline)
     if timeline.steps is None or not len(window[0]):
         return None
-    steps = len(timeline.steps)
+    steps = timeline.steps.num_judged
     busy = intervals.intersect(timeline.busy, window)
     by_class = _busy_by_class(timeline, window)
     compute = intervals.merge(by_class[KernelClass.MATRIX], by_class[KernelClass.OTHER])

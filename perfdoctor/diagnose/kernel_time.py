@@ -117,10 +117,10 @@ def check_communication(review: Review) -> Iterator[Priced]:
     spans = intervals.intersect(intervals.union(work.start_ns[rows], work.end_ns[rows]), windows(timeline))
     others = np.setdiff1d(np.arange(len(work)), rows)
     exposed = intervals.subtract(spans, intervals.union(work.start_ns[others], work.end_ns[others]))
-    per_step = round(intervals.total(exposed) / review.num_steps)
+    per_step = round(intervals.total(exposed) / review.num_windows)
     if per_step < MIN_SHARE * max(review.pricing.reference_ns, 1):
         return
-    all_of_it = intervals.total(spans) / review.num_steps
+    all_of_it = intervals.total(spans) / review.num_windows
     calls = np.unique(timeline.call_of_work[rows])
     edits = Edits(work_scale=dict.fromkeys(calls[calls >= 0].tolist(), 0.0))
     headroom = review.headroom(edits)

@@ -31,7 +31,7 @@ def check_launch_bound(review: Review) -> Iterator[Priced]:
     if not review.has_device:
         return
     late = late_launches(review)
-    idle = round(intervals.total(intervals.intersect(review.claims.left, late)) / review.num_steps)
+    idle = round(intervals.total(intervals.intersect(review.claims.left, late)) / review.num_windows)
     step = _window_ns(review)
     launches = _launches(review)
     if idle < MIN_IDLE_SHARE * step or len(launches) < MIN_RUN * review.num_steps:
@@ -95,7 +95,8 @@ def check_small_kernels(review: Review) -> Iterator[Priced]:
 def _window_ns(review: Review) -> int:
     steps = review.steps
     assert steps is not None
-    return max(round(int((steps.window_end_ns - steps.window_start_ns).sum()) / len(steps)), 1)
+    lengths = (steps.window_end_ns - steps.window_start_ns)[steps.judged]
+    return max(round(int(lengths.sum()) / len(lengths)), 1)
 
 
 def _launches(review: Review) -> Ints:

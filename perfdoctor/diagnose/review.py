@@ -76,6 +76,11 @@ class Review:
         return len(self.steps) if self.steps is not None else 1
 
     @property
+    def num_windows(self) -> int:
+        """How many device windows the idle time is of; see `StepSpans.judged`."""
+        return self.steps.num_judged if self.steps is not None else 1
+
+    @property
     def a_step(self) -> str:
         """' a step' behind a figure; '' where the whole recording stands for the steps that it does not mark."""
         return "" if self.steps is not None and not self.steps.known else " a step"
@@ -117,7 +122,7 @@ class Review:
 
     def claim(self, code: str, causes: Intervals) -> int:
         """Claim idle time for a code; returns ns a step."""
-        return round(intervals.total(self.claims.claim(code, causes)) / self.num_steps)
+        return round(intervals.total(self.claims.claim(code, causes)) / self.num_windows)
 
     def headroom(self, edits: Edits, low: Edits | None = None, high: Edits | None = None) -> Headroom | None:
         """What comes back a step; None where the recording cannot be replayed."""

@@ -1,11 +1,16 @@
-"""The bytes of a trace file, plain or gzip, as a stream of chunks. Nothing here holds more than a few chunks."""
+"""The bytes of a trace file as a stream of chunks: plain or gzip, in UTF-8 whatever they were written in.
+
+Nothing here holds more than a few chunks.
+"""
 
 from __future__ import annotations
 
+import codecs
 import queue
 import threading
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +19,24 @@ GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_READ_BYTES = 1 << 18
 _GZIP_CHUNK_BYTES = 1 << 20  # inflating releases the GIL; much smaller ones would drown in hand-overs
 _CHUNKS_AHEAD = 2
+# Windows' shells redirect output as UTF-16. Without a mark, the zero bytes beside an opening bracket tell.
+_MARKS = (
+    (b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"),
+    (b"{\0\0\0", "utf-32-le"), (b"[\0\0\0", "utf-32-le"), (b"\0\0\0{", "utf-32-be"), (b"\0\0\0[", "utf-32-be"),
+    (b"{\0", "utf-16-le"), (b"[\0", "utf-16-le"), (b"\0{", "utf-16-be"), (b"\0[", "utf-16-be"),
+)  # fmt: skip
+
+
+def text_encoding(head: bytes) -> str | None:
+    """The encoding of a text that begins with these bytes, where it is a wide one; None for UTF-8."""
+    return next((name for mark, name in _MARKS if head.startswith(mark)), None)
+
+
+def as_utf8(head: bytes) -> bytes:
+    """The beginning of a text in UTF-8, without the mark of its byte order. A cut last character becomes U+FFFD."""
+    encoding = text_encoding(head)
+    text = head if encoding is None else head.decode(encoding, errors="replace").encode(errors="replace")
+    return text.removeprefix(codecs.BOM_UTF8)
 
 
 class ByteStream:
@@ -32,7 +55,7 @@ class ByteStream:
             compressed = file.read(2) == GZIP_MAGIC
             file.seek(self._range[0])
             chunks = _read_ahead(self._inflated(file)) if compressed else self._plain(file)
-            for chunk in chunks:
+            for chunk in chunks if self._range[0] else _in_utf8(chunks):
                 self.num_bytes += len(chunk)
                 for start in range(0, len(chunk), CHUNK_BYTES):
                     yield chunk[start : start + CHUNK_BYTES]
@@ -51,9 +74,11 @@ class ByteStream:
             self.fraction = min(1.0, file.tell() / max(1, self._range[1]))
             if not inside and not data.startswith(GZIP_MAGIC[: len(data)]):
                 break  # padding or junk behind the last member, which gzip ignores too
+            before = inflater.copy()
             try:
                 yield inflater.decompress(data, _GZIP_CHUNK_BYTES)
             except zlib.error as error:
+                yield _salvaged(before, data)
                 self.damage = f"gzip damaged near byte {file.tell()} ({error})"
                 return
             inside, data = not inflater.eof, inflater.unconsumed_tail
@@ -63,6 +88,31 @@ class ByteStream:
         if inside:
             yield inflater.flush()
             self.damage = "" if inflater.eof else "gzip stream ends early"
+
+
+def _salvaged(inflater: zlib._Decompress, data: bytes) -> bytes:
+    """What can be inflated before the damage: zlib gives nothing of a piece that has an error anywhere in it."""
+    parts: list[bytes] = []
+    for place in range(len(data)):
+        try:
+            parts.append(inflater.decompress(data[place : place + 1]))
+        except zlib.error:
+            break
+    return b"".join(parts)
+
+
+def _in_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same text in UTF-8. A character that is none becomes U+FFFD."""
+    first = next(chunks, b"")
+    encoding = text_encoding(first)
+    if encoding is None:
+        yield first
+        yield from chunks
+        return
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    for chunk in chain((first,), chunks):
+        yield decoder.decode(chunk).encode(errors="replace")
+    yield decoder.decode(b"", final=True).encode(errors="replace")
 
 
 def _read_ahead(chunks: Iterator[bytes]) -> Iterator[bytes]:

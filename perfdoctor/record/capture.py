@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError
+from perfdoctor.record.capture_check import check_column, check_strings, check_tables
 from perfdoctor.record.tables import (
     CallKind,
     Calls,
@@ -292,6 +293,8 @@ def read_capture(path: str | os.PathLike[str]) -> Capture:
             if _MANIFEST not in archive.namelist():
                 raise NotATraceError(f"{path}: a zip archive, but no perfdoctor capture (it holds no {_MANIFEST})")
             manifest = json.loads(archive.read(_MANIFEST))
+            if not isinstance(manifest, dict):
+                raise ValueError("its manifest is no JSON object")
             version = manifest.get("schema_version")
             if version != SCHEMA_VERSION:
                 raise UnsupportedTraceError(
@@ -309,7 +312,9 @@ def from_manifest(manifest: dict[str, Any], read: Callable[[str], Ints], prefix:
     def columns(table: str, cls: type[Columns]) -> Columns:
         return cls(**{f.name: read(f"{prefix}{table}.{f.name}.npy") for f in fields(cls)})
 
+    strings = check_strings(manifest["strings"])
     tables: dict[str, Any] = {name: columns(name, cls) for name, cls in Capture.TABLES.items()}
+    check_tables(tables, len(strings), len(manifest["sites"]))
     bare = None
     if manifest["bare"] is not None:
         arrays = {name: read(f"{prefix}bare.{name}.npy") for name in _BARE_COLUMNS}
@@ -317,7 +322,7 @@ def from_manifest(manifest: dict[str, Any], read: Callable[[str], Ints], prefix:
     full = from_manifest(manifest["full"], read, prefix + "full.") if manifest["full"] else None
     return Capture(
         source=manifest["source"],
-        strings=tuple(manifest["strings"]),
+        strings=strings,
         sites=tuple(_site(row) for row in manifest["sites"]),
         optimizers=tuple(_site(row) for row in manifest.get("optimizers", ())),
         environment=Environment(**manifest["environment"]),
@@ -343,4 +348,4 @@ def _write_array(archive: zipfile.ZipFile, name: str, values: Ints) -> None:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str) -> Ints:
-    return np.cumsum(np.load(io.BytesIO(archive.read(name)), allow_pickle=False), dtype=np.int64)
+    return np.cumsum(check_column(np.load(io.BytesIO(archive.read(name)), allow_pickle=False)), dtype=np.int64)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-_ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
+# A list that is empty may be another key's, or an earlier one of two: it counts where no other follows.
+_ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[(?!\s*\])')
+_EMPTY_ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _ARRAY_BYTES = 200  # of the match of _ARRAY at most, for one that lies across two chunks
 _FIRST_KEY = re.compile(rb'\s*(?:null\s*,\s*)*\{\s*("[^"\\]{1,40}")')
 _BOUNDARY = re.compile(rb"\}\s*(,)\s*\{\s*$")
@@ -68,6 +70,10 @@ class EventBlocks:
                 break
             chunk = next(self._chunks, b"")
             if not chunk or len(buffer) > _HEADER_LIMIT:
+                empty = _EMPTY_ARRAY.search(buffer)
+                if empty:
+                    start = empty.end()
+                    break
                 self.header = bytes(buffer)
                 return b""
             searched = max(0, len(buffer) - _ARRAY_BYTES)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from perfdoctor.record.byte_stream import GZIP_MAGIC, ByteStream
+from perfdoctor.record.byte_stream import GZIP_MAGIC, ByteStream, text_encoding
 from perfdoctor.record.event_blocks import EventBlocks, last_boundary
 from perfdoctor.record.event_columns import EventColumns
 
@@ -73,7 +73,8 @@ def _middle(path: Path, split_bytes: int) -> int | None:
     if size < split_bytes or not sys.executable or _num_cpus() < 2:
         return None
     with path.open("rb") as file:
-        if file.read(2) == GZIP_MAGIC:
+        head = file.read(4)
+        if head.startswith(GZIP_MAGIC) or text_encoding(head):
             return None
         file.seek(size // 2)
         cut = last_boundary(file.read(min(_SEARCH_BYTES, size // 4)))

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 _LONGEST_US = 1e14  # three years: a row that long was never closed
 _EXACT_US = float(1 << 43)  # from here on a float64 of microseconds no longer tells nanoseconds apart
 _UNKNOWN = -(1 << 62)
-_LARGEST_US = 9e15  # what int64 nanoseconds hold
+_LARGEST_US = 2.3e15  # 73 years: with a clock's base added, int64 nanoseconds hold what lies between any two
 
 
 def is_rounded(ts: float) -> bool:
@@ -51,12 +51,18 @@ def _nanoseconds(microseconds: Floats) -> Ints:
     return whole * 1000 + fraction
 
 
-def _decimal_ns(ts: Any) -> int:
+def exact_us(ts: Any) -> Decimal | None:
+    """A time in microseconds as it is written; None where it is none that nanoseconds in int64 can hold."""
     try:
         number = Decimal(ts)
-        return round(number * 1000) if abs(number) < _LARGEST_US else _UNKNOWN
+        return number if abs(number) < _LARGEST_US else None
     except (ArithmeticError, TypeError, ValueError):
-        return _UNKNOWN
+        return None
+
+
+def _decimal_ns(ts: Any) -> int:
+    number = exact_us(ts)
+    return _UNKNOWN if number is None else round(number * 1000)
 
 
 def integers(values: list[Any], default: int = -1) -> Ints:

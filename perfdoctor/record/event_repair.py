@@ -1,7 +1,8 @@
 r"""The slow path for damaged JSON: one event at a time, repaired where that is possible, counted where it is not.
 
 Seen in real files: Windows paths with single backslashes, raw control characters and bytes that are no text in frame
-names, unescaped quotes, NaN and Infinity, null events, a key without its opening quote, an end cut off.
+names, unescaped quotes, NaN and Infinity as Python, C and Windows write them, null events, commas too many or missing,
+a key without its opening quote, an end cut off.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-_BOUNDARY = re.compile(rb'\}\s*,\s*(?=\{\s*"|null\b)|\bnull\s*,\s*(?=\{|null\b)')
+_BOUNDARY = re.compile(rb'\}[\s,]*(?=\{\s*")|\}\s*,[\s,]*(?=null\b)|\bnull\s*,[\s,]*(?=\{|null\b)')
 # A quote ends a string when what follows can follow a string; an unescaped quote inside a name is seldom so lucky.
 _STRING = re.compile(
     r'"((?:[^"\\]|\\.|"(?!\s*(?:$|[}\]:]|,\s*(?:["{\[\-\d]|true|false|null|NaN|-?Infinity))))*)"', re.DOTALL
@@ -24,6 +25,13 @@ _BACKSLASH = re.compile(r'\\(?!")')
 _STRING_BYTES = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)+"', re.DOTALL)
 _BAD_ESCAPE_BYTES = re.compile(_BAD_ESCAPE.pattern.encode())
 _BACKSLASH_BYTES = re.compile(_BACKSLASH.pattern.encode())
+# In JSON whose strings are whole, what stands between them: numbers that are none, and commas before nothing.
+_OUTSIDE = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
+_NO_NUMBER = re.compile(
+    r"(?<=[:\[,\s])[-+]?(?:nan(?:\([^)]*\))?|inf(?:inity)?|1\.#(?:INF|IND|QNAN|SNAN)\w*)(?=\s*(?:[,}\]]|$))",
+    re.IGNORECASE,
+)
+_EXTRA_COMMA = re.compile(r"(?:,\s*)+(?=[}\]])|,\s*(?=,)")
 _UNOPENED_KEY = re.compile(r'([{,]\s*)([A-Za-z_][A-Za-z_ ]*)"\s*:')
 
 
@@ -52,7 +60,7 @@ class Repairs:
         return value
 
     def _parse(self, text: str) -> Any:
-        for repair in (_unchanged, _escape_strings, _open_keys):
+        for repair in (_unchanged, _plain_numbers, _escape_strings, _open_keys):
             candidate, kinds = repair(text)
             for strict in (True, False):
                 constants: list[str] = []  # NaN and Infinity; `append` gives null in their place
@@ -86,6 +94,25 @@ def _unchanged(text: str) -> tuple[str, tuple[str, ...]]:
     return text, ()
 
 
+def _plain_numbers(text: str) -> tuple[str, tuple[str, ...]]:
+    """Null for what JSON has no number for (`inf` as the bandwidth of a copy without length), and no stray commas."""
+    kinds: set[str] = set()
+
+    def null(match: re.Match[str]) -> str:
+        kinds.add("number")
+        return "null"
+
+    def nothing(match: re.Match[str]) -> str:
+        kinds.add("comma")
+        return ""
+
+    def fix(match: re.Match[str]) -> str:
+        part = match[0]
+        return part if part.startswith('"') else _EXTRA_COMMA.sub(nothing, _NO_NUMBER.sub(null, part))
+
+    return _OUTSIDE.sub(fix, text), tuple(kinds)
+
+
 def _escape_strings(text: str) -> tuple[str, tuple[str, ...]]:
     kinds: set[str] = set()
 
@@ -100,8 +127,8 @@ def _escape_strings(text: str) -> tuple[str, tuple[str, ...]]:
             body = _INNER_QUOTE.sub(r'\1\\"', body)
         return f'"{body}"'
 
-    fixed = _STRING.sub(fix, text)
-    return fixed, tuple(kinds)
+    fixed, others = _plain_numbers(_STRING.sub(fix, text))
+    return fixed, (*kinds, *others)
 
 
 def _open_keys(text: str) -> tuple[str, tuple[str, ...]]:

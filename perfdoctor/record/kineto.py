@@ -14,11 +14,14 @@ from perfdoctor.record.byte_stream import ByteStream
 from perfdoctor.record.capture import Calls, Capture, Columns, Costs, Ranges, Spans, StreamSyncs, Work
 from perfdoctor.record.correlations import fill_external, make_unique
 from perfdoctor.record.cuda_names import call_kind
+from perfdoctor.record.devices import busiest_device
+from perfdoctor.record.duplicates import drop_duplicates, duplicates_note
 from perfdoctor.record.event_columns import EventColumns
 from perfdoctor.record.event_halves import Progress, read_events
 from perfdoctor.record.event_repair import Repairs, split_tail
 from perfdoctor.record.kineto_header import Header, clock_base_ns, environment_of, read_header
 from perfdoctor.record.kineto_notes import notes_of
+from perfdoctor.record.processes import numbered, several_processes
 from perfdoctor.record.step_ranges import ANNOTATION, range_kinds, steps_of
 
 T = TypeVar("T", bound=Columns)
@@ -82,42 +85,66 @@ def _read_tail(events: EventColumns, tail: bytes) -> tuple[bytes, str]:
 
 
 def _assemble(path: Path, events: EventColumns, header: Header, truncated: str) -> Capture:
+    events.close_pairs()
     found = events.finish()
+    if events.num_broken and not any(len(table["start_ns"]) for table in found.values()):
+        raise BrokenTraceError(
+            f"{path}: none of its {events.num_broken} events has a time and a length that make sense (microseconds are "
+            "expected). Record it again."
+        )
     tables: dict[str, Table] = {
         name: found.get(name) or {column: np.empty(0, np.int64) for column in columns}
         for name, columns in _COLUMNS.items()
     }
+    num_processes = _separate_processes(tables, events)
     num_stray = _drop_stray(tables)
     stacks = events.stacks.frames()
     if len(stacks["name"]):
         tables["frames"] = {name: np.concatenate((tables["frames"][name], stacks[name])) for name in _SPAN}
     strings = events.strings.strings
     _move_annotations(tables, strings)
-    _link(tables, strings)
+    num_twice = _link(tables, strings)
     base = clock_base_ns(header)
     for table in tables.values():
         table["start_ns"] += base
         table["end_ns"] += base
     capture = _capture(path, tables, header, strings, Costs(frame_ns=0) if len(stacks["name"]) else Costs())
-    return replace(capture, notes=notes_of(capture, events, num_stray, truncated))
+    notes = list(notes_of(capture, events, num_stray, truncated))
+    notes += [duplicates_note(num_twice)] if num_twice else []
+    notes += [several_processes(num_processes)] if num_processes > 1 else []
+    return replace(capture, notes=tuple(notes))
+
+
+def _separate_processes(tables: dict[str, Table], events: EventColumns) -> int:
+    """Thread numbers of their own for each process, where the file holds several. Returns how many it holds."""
+    number = events.num_processes()
+    if number > 1:
+        hosts = [name for name in ("calls", "ops", "frames", "ranges") if len(tables[name]["thread"])]
+        process = np.concatenate([events.processes(name) for name in hosts])
+        thread = numbered(process, np.concatenate([tables[name]["thread"] for name in hosts]))
+        bounds = np.cumsum([len(tables[name]["thread"]) for name in hosts])[:-1]
+        for name, own in zip(hosts, np.split(thread, bounds), strict=True):
+            tables[name]["thread"] = own
+    return number
 
 
 def _capture(path: Path, tables: dict[str, Table], header: Header, strings: list[str], costs: Costs) -> Capture:
     kinds, numbers = range_kinds(strings, tables["ranges"]["name"], tables["ranges"]["thread"])
     tables["ranges"]["kind"] = kinds
     ranges = _table(Ranges, tables["ranges"])
-    devices, counts = np.unique(tables["work"]["device"], return_counts=True)
+    work = tables["work"]
+    busiest = busiest_device(work["device"], work["start_ns"], work["end_ns"])
     return Capture(
         source="torch.profiler",
         calls=_table(Calls, tables["calls"]),
-        work=_table(Work, tables["work"]),
+        work=_table(Work, work),
         ops=_table(Spans, tables["ops"]),
         frames=_table(Spans, tables["frames"]),
         ranges=ranges,
         stream_syncs=_table(StreamSyncs, tables["stream_syncs"]),
         steps=steps_of(ranges, numbers),
         strings=tuple(strings),
-        environment=environment_of(header, int(devices[counts.argmax()]) if len(devices) else None),
+        environment=environment_of(header, busiest),
         costs=costs,
         path=str(path),
     )
@@ -152,9 +179,11 @@ def _move_annotations(tables: dict[str, Table], strings: list[str]) -> None:
         tables["ops"] = {c: ops[c][~moved] for c in _SPAN}
 
 
-def _link(tables: dict[str, Table], strings: list[str]) -> None:
+def _link(tables: dict[str, Table], strings: list[str]) -> int:
+    """Kinds of calls and unique correlations. Returns how many rows were in the file twice."""
     kinds = np.array([int(call_kind(s)) for s in strings] or [0], np.int64)
-    calls = tables["calls"]
-    calls["kind"] = kinds[calls["name"]]
-    fill_external(calls, tables["work"])
-    make_unique(calls, tables["work"], tables["stream_syncs"])
+    tables["calls"]["kind"] = kinds[tables["calls"]["name"]]
+    num_twice = drop_duplicates(tables)
+    fill_external(tables["calls"], tables["work"])
+    make_unique(tables["calls"], tables["work"], tables["stream_syncs"])
+    return num_twice

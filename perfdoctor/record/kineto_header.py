@@ -44,8 +44,8 @@ def environment_of(header: Header, device: int | None) -> Environment:
         num_gpus=len(devices),
         cuda=_cuda_version(header.get("cuda_runtime_version")) or _hip_version(header.get("hip_runtime_version")),
         torch=str(header.get("pytorch_version") or header.get("torch_version") or ""),
-        rank=_whole(spread.get("rank")),
-        world_size=_whole(spread.get("world_size")),
+        rank=_counted(spread.get("rank")),  # -1 where no process group was made
+        world_size=_counted(spread.get("world_size")),
         memory_bytes=_whole(chosen.get("totalGlobalMem")),
         compute_capability=f"{capability[0]}.{capability[1]}" if None not in capability else "",
     )
@@ -65,6 +65,11 @@ def _whole(value: Any) -> int | None:
         return int(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _counted(value: Any) -> int | None:
+    number = _whole(value)
+    return number if number is not None and number >= 0 else None
 
 
 def _cuda_version(value: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from perfdoctor.record.capture import CallKind, Calls, Capture, Note
 from perfdoctor.record.event_columns import EventColumns
+from perfdoctor.record.row_notes import row_notes
 from perfdoctor.units import format_plural
 
 _REPAIRS = {
@@ -17,10 +18,15 @@ _REPAIRS = {
     "control": ("repaired-control-characters", "events had raw control characters in names"),
     "utf8": ("repaired-utf8", "events had bytes that are not UTF-8; shown as \ufffd"),
     "number": ("repaired-numbers", "events had NaN or Infinity, which JSON does not know; taken as missing"),
+    "comma": ("repaired-commas", "events had a comma too many"),
     "quote": ("repaired-quotes", "events had unescaped quotes in names"),
     "key": ("repaired-keys", "events had a key without its opening quote"),
 }
-_HARMLESS = {"Trace", "gpu_user_annotation", "overhead", "cpu_instant_event", "cuda_profiler_range"}
+_HARMLESS = {
+    "Trace", "gpu_user_annotation", "overhead", "cpu_instant_event", "cuda_profiler_range", "external_correlation",
+    "fwdbwd", "async_cpu_to_gpu", "ac2g", "cuda_event", "collective_comm", "gpu_pm_counter",
+}  # fmt: skip
+_MOST_NAMED = 3
 
 
 def notes_of(capture: Capture, events: EventColumns, num_stray: int, truncated: str) -> tuple[Note, ...]:
@@ -40,6 +46,7 @@ def chain_notes(capture: Capture, events: EventColumns, num_stray: int, truncate
         text = _counted(skipped, "events were skipped: no or negative duration, no start, null, or damaged past repair")
         yield Note(code="skipped-events", text=text, count=skipped)
     yield from _missing(capture)
+    yield from row_notes(capture)
     other = sum(count for cat, count in events.ignored.items() if _is_accelerator(cat))
     if other:
         yield Note(
@@ -47,6 +54,12 @@ def chain_notes(capture: Capture, events: EventColumns, num_stray: int, truncate
             text=f"{format_plural(other, 'event')} of an accelerator that is neither CUDA nor ROCm not read",
             count=other,
         )
+    unknown = Counter({c: n for c, n in events.ignored.items() if c not in _HARMLESS and not _is_accelerator(c)})
+    if unknown:
+        named = ", ".join(cat[:40] for cat, _ in unknown.most_common(_MOST_NAMED))
+        named += ", ..." if len(unknown) > _MOST_NAMED else ""
+        text = f"{format_plural(unknown.total(), 'event')} of other categories than torch.profiler's not read: {named}"
+        yield Note(code="unknown-categories", text=text, count=unknown.total())
 
 
 def _counted(count: int, text: str) -> str:

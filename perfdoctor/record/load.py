@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perfdoctor.errors import BrokenTraceError, CaptureError, NotATraceError
-from perfdoctor.record.byte_stream import GZIP_MAGIC
+from perfdoctor.record.byte_stream import GZIP_MAGIC, as_utf8
 from perfdoctor.record.capture import Capture, is_capture, read_capture
 from perfdoctor.record.event_halves import Progress
 from perfdoctor.record.kineto import read_kineto
@@ -68,7 +68,7 @@ def _load(file: Path, progress: Progress | None) -> Capture:
 
 
 def _may_be_json(head: bytes) -> bool:
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[")
+    return as_utf8(head).lstrip()[:1] in (b"{", b"[")
 
 
 def _load_gzip(file: Path, progress: Progress | None) -> Capture:
@@ -81,6 +81,8 @@ def _load_gzip(file: Path, progress: Progress | None) -> Capture:
         raise NotATraceError(f"{file}: an empty gzip file. {_EXPECTED}")
     if head.startswith(SQLITE_MAGIC) or is_capture(head):
         raise NotATraceError(f"{file}: this kind of recording is read uncompressed. Run: gunzip --keep {file}")
+    if head.startswith(GZIP_MAGIC):
+        raise NotATraceError(f"{file}: gzip inside gzip. Unpack it once: gzip -dc {file} > {file.stem}")
     if not _may_be_json(head):
         raise NotATraceError(f"{file}: gzip of something that is no JSON. {_EXPECTED}")
     return read_kineto(file, progress)

@@ -26,18 +26,20 @@ from perfdoctor.record.capture import (
 )
 from perfdoctor.record.correlations import make_unique
 from perfdoctor.record.cuda_names import call_kind, strip_suffix
+from perfdoctor.record.devices import busiest_device
+from perfdoctor.record.duplicates import drop_duplicates, duplicates_note
 from perfdoctor.record.nsys_notes import notes_of
 from perfdoctor.record.nsys_ranges import read_ranges
 from perfdoctor.record.nsys_strings import NsysStrings
-from perfdoctor.record.sqlite_tables import SqliteTables, open_tables
+from perfdoctor.record.processes import PROCESS
+from perfdoctor.record.sqlite_tables import LATEST_NS, SqliteTables, open_tables
 from perfdoctor.record.step_ranges import steps_of
 
 Ints = NDArray[np.int64]
 Table = dict[str, Ints]
 T = TypeVar("T", bound=Columns)
 
-_PROCESS = ~0xFFFFFF  # of a globalTid: hardware, virtual machine and process, without the thread
-_LATEST_NS = 1 << 61  # 73 years: times count from the session's start, or from 1970
+_UNNAMED = -1 & PROCESS
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
 _TRACED = ("RUNTIME", "KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE", "SYNCHRONIZATION")
 # CUPTI's sync types: unknown, event, stream waits for event, stream, context.
@@ -82,13 +84,18 @@ def _check_schema(path: Path, tables: SqliteTables) -> None:
 
 def _read(path: Path, tables: SqliteTables) -> Capture:
     strings = NsysStrings(tables)
-    calls = _read_calls(tables, strings)
+    calls, num_endless_calls = _without_endless(_read_calls(tables, strings))
     work, num_endless = _without_endless(_read_work(tables, strings))
-    syncs = _read_syncs(tables)
+    syncs, _ = _without_endless(_read_syncs(tables))  # the same calls once more
+    _name_processes(calls, work, syncs)
+    work["device"] = _gpus(tables, work)
+    rows = {"calls": calls, "work": work, "syncs": syncs}
+    num_twice = drop_duplicates(rows)
+    calls, work, syncs = rows["calls"], rows["work"], rows["syncs"]
     _separate_processes(calls, work, syncs)
     make_unique(calls, work, syncs)
     last = max((int(t["end_ns"].max()) for t in (calls, work, syncs) if len(t["end_ns"])), default=0)
-    ranges, ops, numbers, unfinished = read_ranges(tables, strings, last)
+    ranges, ops, numbers, unfinished, num_unplaced = read_ranges(tables, strings, last)
     base = _clock_base_ns(tables)
     for table in (calls, work, syncs, ranges, ops):
         table["start_ns"] = table["start_ns"] + base
@@ -103,10 +110,11 @@ def _read(path: Path, tables: SqliteTables) -> Capture:
         stream_syncs=_table(StreamSyncs, syncs),
         steps=steps_of(range_table, numbers, unfinished),
         strings=tuple(strings.strings),
-        environment=_environment(tables, work["device"]),
+        environment=_environment(tables, work),
         path=str(path),
     )
-    return replace(capture, notes=notes_of(capture, tables, int(unfinished.sum()), num_endless))
+    notes = notes_of(capture, tables, int(unfinished.sum()), num_endless + num_endless_calls + num_unplaced)
+    return replace(capture, notes=(*notes, duplicates_note(num_twice)) if num_twice else notes)
 
 
 def _table(cls: type[T], columns: Table) -> T:
@@ -119,12 +127,12 @@ def _read_calls(tables: SqliteTables, strings: NsysStrings) -> Table:
     kinds = np.array([int(call_kind(text)) for text in strings.strings], np.int64)
     return {
         "start_ns": raw["start"],
-        "end_ns": np.maximum(raw["end"], raw["start"]),
+        "end_ns": raw["end"],
         "thread": raw["globalTid"],
         "name": name,
         "kind": kinds[name],
         "correlation": raw["correlationId"],
-        "process": raw["globalTid"] & _PROCESS,
+        "process": raw["globalTid"] & PROCESS,
     }
 
 
@@ -139,10 +147,11 @@ def _read_work(tables: SqliteTables, strings: NsysStrings) -> Table:
     return {column: np.concatenate([part[column] for part in parts]) for column in kernels}
 
 
-def _without_endless(work: Table) -> tuple[Table, int]:
-    """Device rows whose end is after their start, and how many are not: NULL, or cut by the end of the session."""
-    whole = (work["start_ns"] >= 0) & (work["end_ns"] >= work["start_ns"]) & (work["end_ns"] < _LATEST_NS)
-    return {column: values[whole] for column, values in work.items()}, int((~whole).sum())
+def _without_endless(table: Table) -> tuple[Table, int]:
+    """Rows whose end is not before their start, and how many are left out: NULL, or cut by the end of the session."""
+    start, end = table["start_ns"], table["end_ns"]
+    whole = (start > -LATEST_NS) & (end >= start) & (end < LATEST_NS)
+    return {column: values[whole] for column, values in table.items()}, int((~whole).sum())
 
 
 def _rows(tables: SqliteTables, table: str, kind: WorkKind, extra: tuple[str, ...] = ()) -> Table:
@@ -161,7 +170,7 @@ def _rows(tables: SqliteTables, table: str, kind: WorkKind, extra: tuple[str, ..
         "copy": np.zeros(len(blank), np.int64),
         "memory": np.zeros(len(blank), np.int64),
         "blocks": blank,
-        "process": raw["globalPid"] & _PROCESS,
+        "process": raw["globalPid"] & PROCESS,
         **{column: raw[column] for column in extra},
     }
 
@@ -202,23 +211,41 @@ def _read_syncs(tables: SqliteTables) -> Table:
     kind = _SYNC_KINDS[np.where((raw["syncType"] >= 0) & (raw["syncType"] < len(_SYNC_KINDS)), raw["syncType"], 0)]
     return {
         "start_ns": raw["start"],
-        "end_ns": np.maximum(raw["end"], raw["start"]),
+        "end_ns": raw["end"],
         "kind": kind,
         "stream": np.where((raw["streamId"] >= 1 << 31) | (kind == CallKind.SYNC_DEVICE), -1, raw["streamId"]),
         "correlation": raw["correlationId"],
         "record_correlation": _record_correlations(tables, raw),
-        "process": raw["globalPid"] & _PROCESS,
+        "process": raw["globalPid"] & PROCESS,
     }
 
 
 def _record_correlations(tables: SqliteTables, syncs: Table) -> Ints:
     """The cudaEventRecord that each event sync waited for, where the export tells (from 2025 on)."""
     records = tables.integers(_CUPTI + "CUDA_EVENT", ("eventSyncId", "correlationId", "globalPid"))
-    processes = (records["globalPid"] & _PROCESS).tolist()
+    processes = (records["globalPid"] & PROCESS).tolist()
     events = zip(processes, records["eventSyncId"].tolist(), records["correlationId"].tolist(), strict=True)
     known = {(process, event): correlation for process, event, correlation in events if event >= 0}
-    keys = zip((syncs["globalPid"] & _PROCESS).tolist(), syncs["eventSyncId"].tolist(), strict=True)
+    keys = zip((syncs["globalPid"] & PROCESS).tolist(), syncs["eventSyncId"].tolist(), strict=True)
     return np.array([known.get(key, -1) for key in keys], np.int64)
+
+
+def _name_processes(*tables: Table) -> None:
+    """Rows whose process the export does not give are those of the only process that others name."""
+    named = np.unique(np.concatenate([table["process"] for table in tables]))
+    named = named[named != _UNNAMED]
+    if len(named) == 1:
+        for table in tables:
+            table["process"] = np.full(len(table["process"]), named[0], np.int64)
+
+
+def _gpus(tables: SqliteTables, work: Table) -> Ints:
+    """The GPU of each row. Where every process sees a GPU of its own, all of them call it device 0."""
+    rows = tables.integers("TARGET_INFO_CUDA_DEVICE", ("gpuId", "cudaId", "pid"))
+    keys = zip(rows["pid"].tolist(), rows["cudaId"].tolist(), rows["gpuId"].tolist(), strict=True)
+    known = {(pid, device): gpu for pid, device, gpu in keys if gpu >= 0}
+    pids = (work["process"] >> 24 & 0xFFFFFF).tolist()
+    return np.array([known.get(key, key[1]) for key in zip(pids, work["device"].tolist(), strict=True)], np.int64)
 
 
 def _separate_processes(*tables: Table) -> None:
@@ -234,17 +261,17 @@ def _separate_processes(*tables: Table) -> None:
 def _clock_base_ns(tables: SqliteTables) -> int:
     """Unix time of the session's start, where the export gives it: else times count from that start."""
     base = tables.integers("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",))["utcEpochNs"]
-    return max(0, int(base[0])) if len(base) else 0
+    return int(base[0]) if len(base) and 0 <= base[0] < LATEST_NS else 0
 
 
-def _environment(tables: SqliteTables, devices: Ints) -> Environment:
+def _environment(tables: SqliteTables, work: Table) -> Environment:
     """The GPU that did most of the work. The export's environment variables are never read."""
-    names = tables.versions("TARGET_INFO_GPU")
+    devices, names = work["device"], tables.versions("TARGET_INFO_GPU")
     wanted = ("name", "totalMemory", "computeMajor", "computeMinor")
     if not names or not tables.columns_of(names[0]).issuperset(("id", *wanted)):
         return Environment(num_gpus=len(np.unique(devices)))
     rows = tables.rows(f'SELECT id, {", ".join(wanted)} FROM "{names[0]}" ORDER BY id')
-    busiest = int(np.bincount(devices[devices >= 0]).argmax()) if (devices >= 0).any() else 0
+    busiest = busiest_device(devices, work["start_ns"], work["end_ns"])
     chosen = next((row for row in rows if row[0] == busiest), rows[0] if rows else None)
     if chosen is None:
         return Environment(num_gpus=len(np.unique(devices)))

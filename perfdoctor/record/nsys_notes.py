@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from perfdoctor.record.capture import Capture, Note, WorkKind
+from perfdoctor.record.processes import PROCESS, several_processes
+from perfdoctor.record.row_notes import row_notes
 from perfdoctor.record.sqlite_tables import SqliteTables
-
-_PROCESS = ~0xFFFFFF
 
 
 def notes_of(capture: Capture, tables: SqliteTables, num_unclosed: int, num_endless: int) -> tuple[Note, ...]:
@@ -35,22 +35,25 @@ def _notes(capture: Capture, tables: SqliteTables, num_unclosed: int) -> Iterato
             "Record with --cuda-graph-trace=node to see them."
         )
         yield Note(code="graph-level", text=text, count=num_graphs)
+    yield from row_notes(capture)
     if not tables.count("NVTX_EVENTS"):
         yield Note(code="no-nvtx", text="no NVTX ranges were recorded: record with -t cuda,nvtx and mark the steps")
     elif not len(capture.steps):
         yield Note(code="no-steps", text="no NVTX range marks a step (as 'step 12' does)")
     if num_unclosed:
         yield Note(code="unclosed-ranges", text=f"{num_unclosed} NVTX ranges were never closed", count=num_unclosed)
-    processes = np.unique(capture.calls.thread & _PROCESS)
+    if not tables.count("StringIds") and len(capture.calls) + len(capture.work):
+        text = "the export holds no names (StringIds): what a call or a kernel is, syncs among them, is not known"
+        yield Note(code="no-names", text=text)
+    processes = np.unique(capture.calls.thread & PROCESS)
     if len(processes) > 1:
-        text = f"calls of {len(processes)} processes are in this recording; steps are those of one of them"
-        yield Note(code="several-processes", text=text, count=len(processes))
+        yield several_processes(len(processes))
 
 
 def _endless(number: int) -> Iterator[Note]:
     if number:
-        rows = "kernel or copy has" if number == 1 else "kernels or copies have"
-        text = f"{number} {rows} no end: left out, so what looks idle there may not be"
+        rows = "row has" if number == 1 else "rows have"
+        text = f"{number} {rows} no start or no end: left out, so what looks idle there may not be"
         yield Note(code="skipped-events", text=text, count=number)
 
 

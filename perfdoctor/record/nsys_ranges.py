@@ -8,13 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfdoctor.record.nsys_strings import NsysStrings
-from perfdoctor.record.sqlite_tables import SqliteTables
+from perfdoctor.record.processes import PROCESS
+from perfdoctor.record.sqlite_tables import LATEST_NS, SqliteTables
 from perfdoctor.record.step_ranges import range_kinds
 
 Ints = NDArray[np.int64]
 Table = dict[str, Ints]
 
 _RANGE_TYPES = (59, 60, 70, 71)  # push-pop and start-end ranges, of the process itself and of its text files
+_OF_PROCESS = (60, 71)
 _COLUMNS = ("start", "end", "globalTid", "textId")
 # torch.autograd.profiler.emit_nvtx: 'aten::mul, seq = 12, op_id = 34, sizes = [[2, 2]]'.
 _OP = re.compile(r"^([^,]+), (?:seq|op_id|sizes|input_op_ids) = ")
@@ -23,18 +25,27 @@ _OP_NAME = re.compile(r"^(?:aten|autograd|c10d|torch|prims)::")
 
 def read_ranges(
     tables: SqliteTables, strings: NsysStrings, last_ns: int
-) -> tuple[Table, Table, Ints, NDArray[np.bool_]]:
-    """(ranges with kind, ops, step numbers of the ranges, which ranges were never closed). These end at `last_ns`."""
-    raw = tables.integers("NVTX_EVENTS", _COLUMNS, f"WHERE eventType IN {_RANGE_TYPES} ORDER BY rowid")
+) -> tuple[Table, Table, Ints, NDArray[np.bool_], int]:
+    """(ranges with kind, ops, step numbers of the ranges, which ranges were never closed, how many have no start).
+
+    What was never closed ends at `last_ns`.
+    """
+    raw = tables.integers("NVTX_EVENTS", (*_COLUMNS, "eventType"), f"WHERE eventType IN {_RANGE_TYPES} ORDER BY rowid")
     texts = _texts(tables, raw["textId"], strings)
+    placed = (raw["start"] > -LATEST_NS) & (raw["start"] < LATEST_NS)
+    texts = [text for text, known in zip(texts, placed.tolist(), strict=True) if known]
+    raw = {column: values[placed] for column, values in raw.items()}
     name = np.array([strings.table[op or text] for text, op in texts], np.int64)
     is_op = np.array([op is not None for _, op in texts], bool)
-    end = np.where(raw["end"] < 0, np.maximum(last_ns, raw["start"]), raw["end"])
+    unclosed = (raw["end"] < raw["start"]) | (raw["end"] >= LATEST_NS)  # NULL among them
+    end = np.where(unclosed, np.maximum(last_ns, raw["start"]), raw["end"])
     table = {"start_ns": raw["start"], "end_ns": end, "thread": raw["globalTid"], "name": name}
     ops = {column: values[is_op] for column, values in table.items()}
     ranges = {column: values[~is_op] for column, values in table.items()}
-    ranges["kind"], numbers = range_kinds(strings.strings, ranges["name"], ranges["thread"])
-    return ranges, ops, numbers, (raw["end"] < 0)[~is_op]
+    # Start-end ranges belong to the process: a step of theirs may begin on any thread.
+    owner = np.where(np.isin(raw["eventType"], _OF_PROCESS), raw["globalTid"] & PROCESS, raw["globalTid"])
+    ranges["kind"], numbers = range_kinds(strings.strings, ranges["name"], owner[~is_op])
+    return ranges, ops, numbers, unclosed[~is_op], int((~placed).sum())
 
 
 def _texts(tables: SqliteTables, ids: Ints, strings: NsysStrings) -> list[tuple[str, str | None]]:

@@ -84,7 +84,7 @@ def read_sites(path: Path) -> Sites:
             marks={int(number): int(end) for number, end in document["marks"]},
             exit_code=int(document["exit_code"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise BrokenTraceError(f"{path}: a damaged sites file ({error!r}). Record again.") from error
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,10 +19,17 @@ from perfdoctor.errors import BrokenTraceError
 Ints = NDArray[np.int64]
 SQLITE_MAGIC = b"SQLite format 3\0"
 _ROWS_AT_ONCE = 1 << 16
+NO_TIME = -(1 << 62)
+LATEST_NS = 1 << 61  # 73 years: times count from the session's start, or from 1970
+_TIMES = ("start", "end")
+_JOURNALS = ("-wal", "-journal")
 
 
 class SqliteTables:
-    """Read access to the tables of one database. Missing tables are empty, missing columns and NULL are -1."""
+    """Read access to the tables of one database. Missing tables are empty.
+
+    Missing columns and NULL are -1, in `start` and `end` NO_TIME: a time may be negative, before the session's start.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -45,7 +54,8 @@ class SqliteTables:
 
     def _integers(self, table: str, columns: Sequence[str], where: str) -> Ints:
         present = self.columns_of(table)
-        wanted = ", ".join(f'COALESCE("{c}", -1)' if c in present else "-1" for c in columns)
+        absent = {column: NO_TIME if column in _TIMES else -1 for column in columns}
+        wanted = ", ".join(f'COALESCE("{c}", {absent[c]})' if c in present else str(absent[c]) for c in columns)
         cursor = self._connection.execute(f'SELECT {wanted} FROM "{table}" {where}')
         parts = [np.empty((0, len(columns)), np.int64)]
         while rows := cursor.fetchmany(_ROWS_AT_ONCE):
@@ -75,15 +85,31 @@ def open_tables(path: Path) -> Iterator[SqliteTables]:
     missing = _missing_bytes(path)
     if missing > 0:
         raise BrokenTraceError(f"{path}: the database is cut off, {missing} bytes are missing. Export it again.")
-    uri = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(uri, uri=True)) as connection:
+        with _connection(path) as connection:
             connection.text_factory = lambda raw: raw.decode(errors="replace")
             yield SqliteTables(connection)
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite's own message may hold the damaged bytes
         raise BrokenTraceError(
             f"{path}: the database is damaged ({error}). Export it again: nsys export --type=sqlite REPORT.nsys-rep"
         ) from error
+
+
+@contextmanager
+def _connection(path: Path) -> Iterator[sqlite3.Connection]:
+    """The database, with what a journal beside it still holds: of a copy then, since SQLite writes to take that in."""
+    journals = [path.with_name(path.name + end) for end in _JOURNALS]
+    journals = [journal for journal in journals if journal.is_file() and journal.stat().st_size]
+    if not journals:
+        uri = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            yield connection
+        return
+    with tempfile.TemporaryDirectory(prefix="perfdoctor-") as folder:
+        for file in (path, *journals):
+            shutil.copyfile(file, Path(folder) / file.name)
+        with closing(sqlite3.connect(Path(folder) / path.name)) as connection:
+            yield connection
 
 
 def _missing_bytes(path: Path) -> int:

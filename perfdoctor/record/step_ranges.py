@@ -13,6 +13,7 @@ from perfdoctor.record.capture import RangeKind, Ranges, Steps
 
 Ints = NDArray[np.int64]
 
+_FOREVER = 1 << 62
 PROFILER_STEP = "profilerstep"
 _NUMBERED = re.compile(
     r"^\W*(?:(ProfilerStep)#|((?:global|train(?:ing)?)?[ _.-]?(?:step|iter(?:ation)?|batch))\s*[ _#:=.-]?\s*\(?)"
@@ -75,9 +76,14 @@ def _is_phase(text: str) -> bool:
 
 
 def steps_of(ranges: Ranges, numbers: Ints, unfinished: NDArray[np.bool_] | None = None) -> Steps:
-    """The steps in time order. `numbers` are the loop's own counts; `unfinished` marks ranges never closed."""
+    """The steps in time order. `numbers` are the loop's own counts; `unfinished` marks ranges never closed.
+
+    Of marks inside each other one is the step: the outer one of two, the inner ones of a group of several.
+    """
     rows = np.flatnonzero(ranges.kind == RangeKind.STEP)
-    rows = rows[np.argsort(ranges.start_ns[rows], kind="stable")]
+    rows = rows[np.lexsort((-ranges.end_ns[rows], ranges.start_ns[rows]))]
+    open_ends = np.zeros(len(rows), bool) if unfinished is None else unfinished[rows]
+    rows = rows[_one_deep(ranges.start_ns[rows], ranges.end_ns[rows], open_ends)]
     count = len(rows)
     zeros = np.zeros(count, np.int64)
     index = numbers[rows]
@@ -90,3 +96,29 @@ def steps_of(ranges: Ranges, numbers: Ints, unfinished: NDArray[np.bool_] | None
         complete=np.ones(count, np.int64) if unfinished is None else 1 - unfinished[rows].astype(np.int64),
         partial=zeros,
     )
+
+
+def _one_deep(starts: Ints, ends: Ints, apart: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which of the marks, in order of start with outer ones first, stay so that none lies inside another.
+
+    Marks of no length, and those `apart`, are left as they are.
+    """
+    judged = np.flatnonzero(~apart & (ends > starts)).tolist()
+    parents: dict[int, int] = {}
+    opened: list[int] = []
+    for place in judged:
+        while opened and ends[opened[-1]] < ends[place]:
+            opened.pop()
+        if opened:
+            parents[place] = opened[-1]
+        opened.append(place)
+    innermost = np.zeros(len(starts), np.int64)  # marks inside that hold none themselves
+    for place in reversed(parents):
+        innermost[parents[place]] += max(int(innermost[place]), 1)
+    kept = innermost < 2
+    reach = -_FOREVER
+    for place in judged:  # what starts later lies inside what was kept where it does not reach further
+        if kept[place]:
+            kept[place] = ends[place] > reach
+            reach = max(reach, int(ends[place]))
+    return kept

@@ -27,14 +27,17 @@ def clean_name(text: str) -> str:
 
 
 class StringTable(dict[str, int]):
-    """`table[name]` is the index of a name; unknown names are added. A dict, so that a hit costs one C call."""
+    """`table[name]` is the index of a name; unknown names are added, and what is no text is ''.
+
+    A dict, so that a hit costs one C call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.strings: list[str] = []
 
     def __missing__(self, name: str) -> int:
-        text = clean_name(name if isinstance(name, str) else str(name))
+        text = clean_name(name) if isinstance(name, str) else ""
         index = self.get(text)
         if index is None:
             index = len(self.strings)

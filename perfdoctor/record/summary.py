@@ -8,6 +8,7 @@ import numpy as np
 
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Capture, Work, WorkKind
+from perfdoctor.record.devices import busiest_device
 
 SYNC_CALLS = (CallKind.SYNC_DEVICE, CallKind.SYNC_STREAM, CallKind.SYNC_EVENT)
 _NS_PER_US = 1000
@@ -23,7 +24,8 @@ def summarise(capture: Capture) -> dict[str, Any]:
     """
     work, calls = capture.work, capture.calls
     devices = {int(device): _device_summary(work.take(work.device == device)) for device in np.unique(work.device)}
-    main = max(devices.values(), key=lambda row: row["gpu_busy_us"], default=_device_summary(Work.empty()))
+    busiest = busiest_device(work.device, work.start_ns, work.end_ns)
+    main = _device_summary(Work.empty()) if busiest is None else devices[busiest]
     sync = np.isin(calls.kind, SYNC_CALLS)
     num_kernels = int((work.kind == WorkKind.KERNEL).sum())
     graph_rows = int((work.kind == WorkKind.GRAPH).sum())

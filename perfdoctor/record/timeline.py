@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Calls, Capture, Columns, Ints, Work
+from perfdoctor.record.devices import busiest_device
 from perfdoctor.record.intervals import Intervals
+from perfdoctor.record.processes import of_one_process
 from perfdoctor.record.repetition import find_repetition
 
 LAUNCHING = (CallKind.LAUNCH, CallKind.GRAPH_LAUNCH, CallKind.MEMCPY, CallKind.MEMSET)
@@ -40,12 +42,23 @@ class StepSpans:
     origin: str
     micro_batches: float  # a step; 0 where unknown
     samples: float  # a step; -1 where unknown
+    first_cut: bool = False  # no work before the first step was recorded: its window begins with its own first work
     num_runs: int = 1  # runs of steps in the recording (cycles of a profiler); these steps are the longest of them
 
     @property
     def known(self) -> bool:
         """Whether these are steps, not the whole window."""
         return self.origin != "window"
+
+    @property
+    def judged(self) -> slice:
+        """The windows that are as long as a step: without the first where it is cut, unless there is no other."""
+        return slice(1 if self.first_cut and len(self) > 1 else 0, len(self))
+
+    @property
+    def num_judged(self) -> int:
+        """How many windows those are."""
+        return len(self.host_start_ns[self.judged])
 
     def __len__(self) -> int:
         return len(self.host_start_ns)
@@ -63,17 +76,17 @@ class Timeline:
 
     Attributes:
         capture: the recording, its tables sorted by start.
-        calls, work: short for the capture's tables. `work` holds one device only, the busiest.
+        calls, work: short for the capture's tables. They are of one process, and `work` of one device, the busiest.
         call_of_work: (num_work,) index into `calls` of the launching call, -1 where it was not recorded.
         steps: the steps on the host and on the device; None where nothing was recorded.
     """
 
     def __init__(self, capture: Capture) -> None:
+        capture = of_one_process(capture)
         tables = {name: _sorted(getattr(capture, name)) for name in Capture.TABLES if name not in _UNSORTED}
         work: Work = tables["work"]  # type: ignore[assignment]
         if len(work):
-            devices, lengths = np.unique(work.device, return_counts=True)
-            tables["work"] = work.take(work.device == devices[np.argmax(lengths)])
+            tables["work"] = work.take(work.device == busiest_device(work.device, work.start_ns, work.end_ns))
         self.capture = replace(capture, **tables)  # type: ignore[arg-type]
         self.calls: Calls = self.capture.calls
         self.work: Work = self.capture.work
@@ -165,6 +178,7 @@ class Timeline:
             host_end_ns=bounds[1:],
             window_start_ns=windows[0],
             window_end_ns=windows[1],
+            first_cut=self._starts_dry(int(bounds[0])),
             index=np.full(len(bounds) - 1, -1, np.int64),
             origin="repetition",
             micro_batches=0.0,
@@ -188,6 +202,9 @@ class Timeline:
         windows = self._device_windows(starts, ends)
         if after_break:  # what ran before belongs to another run: the pause between is no idle time of a step
             windows[0][0] = min(max(int(windows[0][0]), int(starts[0])), int(windows[1][0]))
+        first_cut = after_break or self._starts_dry(int(starts[0]))
+        if first_cut and len(rows) == 1 and self._first_launch_ran(int(starts[0])):
+            windows[0][0] = starts[0]  # no other window is judged, and before its work the device was idle
         micro = steps.micro_batches[rows]
         samples = steps.samples[rows]
         return StepSpans(
@@ -199,6 +216,7 @@ class Timeline:
             origin="marks",
             micro_batches=float(micro[micro > 0].mean()) if (micro > 0).any() else 0.0,
             samples=float(samples[samples >= 0].mean()) if (samples >= 0).any() else -1.0,
+            first_cut=first_cut,
             num_runs=num_runs,
         )
 
@@ -216,6 +234,15 @@ class Timeline:
         first = int(before.max()) if len(before) else int(max(starts[0], self.device_span[0]))
         begins = np.concatenate(([min(first, int(lasts[0]))], lasts[:-1]))
         return begins.astype(np.int64), lasts
+
+    def _starts_dry(self, start: int) -> bool:
+        """Whether no work was launched before the first step: when its window began is then not known."""
+        return len(self.work) > 0 and not bool((self.launch_ns < start).any())
+
+    def _first_launch_ran(self, start: int) -> bool:
+        """Whether the first launch from then on has its work: where it was lost, what came before it is not known."""
+        launches = np.flatnonzero(np.isin(self.calls.kind, LAUNCHING) & (self.calls.start_ns >= start))
+        return bool(len(launches) and np.isin(launches[0], self.call_of_work))
 
     def _whole_window(self, start: int, end: int) -> StepSpans:
         window = self.device_span if len(self.work) else (start, end)

@@ -260,3 +260,57 @@ def test_text_is_interned_once(tmp_path: Path) -> None:
     capture = read(tmp_path, document(two_steps()))
     assert len(capture.strings) == len(set(capture.strings))
     assert np.bincount(capture.calls.name, minlength=len(capture.strings)).max() == 2
+
+
+@pytest.mark.parametrize("gone", [1, 3])
+def test_launches_whose_kernels_were_lost_are_said(tmp_path: Path, gone: int) -> None:
+    rows = [each for i in range(10) for each in (launch(20.0 * i, i + 1), kernel(20.0 * i + 8, 5.0, i + 1))]
+    capture = read(tmp_path, document([each for i, each in enumerate(rows) if i not in range(9, 9 + 2 * gone, 2)]))
+    assert {note.code: note.count for note in capture.notes} == {"no-steps": 1, "lost-kernels": gone}
+
+
+def test_launches_into_a_graph_have_no_kernels(tmp_path: Path) -> None:
+    names = (
+        "cudaLaunchKernel",
+        "cudaStreamBeginCapture",
+        "cudaLaunchKernel",
+        "cudaStreamEndCapture",
+        "cudaGraphLaunch",
+    )
+    rows = [launch(10.0 * i, i + 1, name, 5.0) for i, name in enumerate(names)]
+    capture = read(tmp_path, document([*rows, kernel(7.0, 2.0, 1), kernel(50.0, 2.0, 5)]))
+    assert [note.code for note in capture.notes] == ["no-steps"]
+
+
+@pytest.mark.parametrize("spelt", ["Kernel", "KERNEL", "kernel,gpu", " kernel "])
+def test_categories_however_they_are_spelt(tmp_path: Path, spelt: str) -> None:
+    rows = [each | {"cat": spelt} if each["cat"] == "kernel" else each for each in two_steps()]
+    capture = read(tmp_path, document(rows))
+    assert summarise(capture) == summarise(read(tmp_path, document(two_steps())))
+    assert capture.notes == ()
+
+
+def test_categories_that_nobody_knows_are_said(tmp_path: Path) -> None:
+    strange = [row(cat, "x", 1, 2) for cat in ("kernels", "kernels", "my_tool", "third", "fourth")]
+    lone = {key: value for key, value in row("", "x", 1, 2).items() if key != "cat"}
+    known = [row(cat, "x", 1, 2) for cat in ("Trace", "gpu_user_annotation", "overhead")]
+    (note,) = read(tmp_path, document([*two_steps(), *strange, lone, *known])).notes
+    assert (note.code, note.count) == ("unknown-categories", 6)
+    assert "kernels" in note.text
+    assert note.text.endswith("...")
+
+
+@pytest.mark.parametrize(("rank", "told"), [(3, 3), ("3", 3), (0, 0), (-1, None), ("none", None), (None, None)])
+def test_rank(tmp_path: Path, rank: Any, told: int | None) -> None:
+    trace = document(two_steps(), distributedInfo={"rank": rank, "world_size": 4})
+    assert read(tmp_path, trace).environment.rank == told
+
+
+def test_a_stream_that_is_no_number_is_that_of_the_row(tmp_path: Path) -> None:
+    rows = two_steps()
+    for each in rows:
+        if "stream" in each["args"]:
+            each["args"] |= {"stream": "default", "device": None}
+    found = read(tmp_path, document(rows)).work
+    assert set(found.stream.tolist()) == {7}
+    assert set(found.device.tolist()) == {0}

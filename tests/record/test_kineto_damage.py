@@ -77,6 +77,110 @@ def test_numbers_that_json_does_not_know(tmp_path: Path) -> None:
     assert summarise(capture)["gpu_busy_us"] == 3
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        "inf",
+        "-inf",
+        "nan",
+        "-nan",
+        "nan(ind)",
+        "-nan(snan)",
+        "INF",
+        "Infinity",
+        "-Infinity",
+        "NaN",
+        "1.#INF",
+        "-1.#IND00",
+    ],
+)
+@pytest.mark.parametrize("more", ["", ', "note": "inf, nan} ]"', r', "path": "C:\users\nan"'])
+def test_numbers_as_c_and_windows_print_them(tmp_path: Path, number: str, more: str) -> None:
+    text = WHOLE.replace('"bytes": 4', f'"bytes": 4, "bandwidth (GB/s)": {number}, "list": [{number}, 1]{more}')
+    capture = read(tmp_path, text)
+    assert summarise(capture) == summarise(read(tmp_path, WHOLE))
+    assert notes(capture)["repaired-numbers"] == 2
+    assert set(notes(capture)) <= {"repaired-numbers", "repaired-escapes"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "by"),
+    [
+        ("},\n    {", "}\n    {"),
+        ("},\n    {", "},,\n    {"),
+        ("\n      }\n", ",\n      }\n"),
+        ('"dur": 30.0', '"dur": 30.0,'),
+    ],
+)
+def test_commas_too_many_or_missing(tmp_path: Path, damage: str, by: str) -> None:
+    assert damage in WHOLE
+    capture = read(tmp_path, WHOLE.replace(damage, by, 3))
+    assert summarise(capture) == summarise(read(tmp_path, WHOLE))
+    assert set(notes(capture)) <= {"repaired-commas"}
+
+
+def test_commas_and_numbers_inside_names_stay(tmp_path: Path) -> None:
+    name = "f(a,,b,) -> [inf, nan, ]"
+    text = WHOLE.replace('"gemm"', json.dumps(name)).replace('"bytes": 4', '"bytes": inf')
+    assert name in read(tmp_path, text).strings
+
+
+def test_gzip_whose_check_sum_is_wrong_gives_what_it_holds(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(WHOLE.encode(), mtime=0))
+    packed[-8] ^= 0xFF
+    capture = read(tmp_path, bytes(packed))
+    assert summarise(capture) == summarise(read(tmp_path, WHOLE))
+    assert notes(capture) == {"truncated": 1}
+
+
+@pytest.mark.parametrize("ts", [1e18, 9007199254740993, "soon", None])
+def test_a_file_without_one_usable_time_is_an_error(tmp_path: Path, ts: object) -> None:
+    rows = [event | {"ts": ts} for event in two_steps()]
+    with pytest.raises(BrokenTraceError, match="none of its 16 events"):
+        read(tmp_path, json.dumps(document(rows)))
+
+
+@pytest.mark.parametrize("grid", [[1e999, 1, 1], "[Infinity, 1, 1]", [2**40, 2**40, 2**40], [1], {"x": 1}, "a"])
+def test_grids_that_are_none(tmp_path: Path, grid: object) -> None:
+    text = json.dumps(document([row("kernel", "k", 5, 3, 7, grid="@")])).replace('"@"', json.dumps(grid))
+    assert read(tmp_path, text.replace("Infinity", "1e999")).work.blocks.tolist() == [-1]
+
+
+ODD = st.sampled_from([None, "odd", "", -1, 0, True, [], {}, [1], {"a": 1}, 2**64, 1e308, "12"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, 15), field=st.sampled_from(("ph", "cat", "args")), value=ODD, gone=st.booleans())
+def test_an_event_that_is_lost_is_said(
+    tmp_path_factory: pytest.TempPathFactory, at: int, field: str, value: object, gone: bool
+) -> None:
+    """A field that decides what an event is goes or changes: the figures stay, or a note tells that they may not."""
+    rows = two_steps()
+    if gone:
+        del rows[at][field]
+    else:
+        rows[at][field] = value
+    folder = tmp_path_factory.mktemp("damage")
+    capture = read(folder, json.dumps(document(rows)))
+    assert capture.notes or summarise(capture) == summarise(read(folder, WHOLE))
+
+
+@pytest.mark.parametrize("name", [None, "", 5, [], {}])
+@pytest.mark.parametrize("at", [0, 3, 4, 7])
+def test_rows_without_a_name_are_said(tmp_path: Path, name: object, at: int) -> None:
+    rows = two_steps()
+    rows[at]["name"] = name
+    assert notes(read(tmp_path, json.dumps(document(rows))))["nameless-rows"] == 1
+
+
+@pytest.mark.parametrize("tid", [None, "", [], {}, "main"])
+@pytest.mark.parametrize("at", [0, 2, 3, 7])
+def test_rows_without_a_thread_are_said(tmp_path: Path, tid: object, at: int) -> None:
+    rows = two_steps()
+    rows[at]["tid"] = tid
+    assert notes(read(tmp_path, json.dumps(document(rows))))["threadless-rows"] == 1
+
+
 def test_broken_events_are_skipped_and_counted_once(tmp_path: Path) -> None:
     broken = [
         None,
@@ -150,7 +254,7 @@ def test_damage_costs_only_its_own_event(tmp_path: Path) -> None:
     assert notes(capture)["repaired-escapes"] == 8
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     at=st.integers(0, len(WHOLE) - 1),
     length=st.integers(0, 40),

@@ -29,6 +29,20 @@ def test_content_counts_and_not_the_name(tmp_path: Path, name: str, content: byt
     assert capture.path == str(path)
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("text", [TEXT.decode(), json.dumps(two_steps()), json.dumps(document(two_steps() * 400))])
+def test_wide_texts(tmp_path: Path, mark: str, encoding: str, text: str) -> None:
+    """As Windows' shells write what they redirect. The longest spans chunks; a name holds letters of every width."""
+    path = tmp_path / "trace.json"
+    content = (mark + text.replace("gemm", "g\u00e9\u4e2d\U0001f600")).encode(encoding)
+    for each in (content, gzip.compress(content, mtime=0)):
+        path.write_bytes(each)
+        capture = load_capture(path)
+        assert summarise(capture)["gpu_busy_us"] == 64
+        assert "g\u00e9\u4e2d\U0001f600" in capture.strings
+
+
 def test_saved_capture_under_any_name(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(TEXT)
@@ -44,6 +58,7 @@ def test_saved_capture_under_any_name(tmp_path: Path) -> None:
         (b"\x80\x04\x95", NotATraceError, "Expected"),
         (gzip.compress(b"", mtime=0), NotATraceError, "empty gzip"),
         (gzip.compress(b"step,loss", mtime=0), NotATraceError, "no JSON"),
+        (gzip.compress(gzip.compress(TEXT, mtime=0), mtime=0), NotATraceError, "Unpack it once"),
         (gzip.compress(b"SQLite format 3\0", mtime=0), NotATraceError, "gunzip"),
         (b"\x1f\x8b" + b"\xff" * 40, BrokenTraceError, "gzip"),
         (b"{}", NotATraceError, "traceEvents"),

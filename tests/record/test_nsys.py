@@ -11,6 +11,7 @@ from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTrace
 from perfdoctor.record.capture import CallKind, Capture, CopyKind, HostMemory, RangeKind, WorkKind
 from perfdoctor.record.nsys import read_nsys
 from perfdoctor.record.summary import summarise
+from perfdoctor.record.timeline import Timeline
 
 PROCESS = 1 << 24
 THREAD = PROCESS + 7
@@ -238,6 +239,153 @@ def test_reading_writes_nothing(export: Export, tmp_path: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+def test_a_journal_beside_the_export_is_taken_in(export: Export, tmp_path: Path, mode: str) -> None:
+    """What a program that still has the export open wrote last is in `-wal`; what it did not end is undone."""
+    export.read()
+    folder = tmp_path / "taken while it was open"
+    folder.mkdir()
+    with sqlite3.connect(export.path) as database:
+        database.execute(f"PRAGMA journal_mode={mode}")
+        database.execute("PRAGMA cache_size=1")
+        database.execute("PRAGMA cache_spill=1")
+        database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = end + 5 WHERE start < 100")
+        if mode == "wal":
+            database.commit()
+        else:  # pages are in the file before the end of the transaction
+            database.execute("CREATE TABLE more (x)")
+            database.executemany("INSERT INTO more VALUES (?)", [("x" * 3000,) for _ in range(200)])
+        for file in tmp_path.glob("report.sqlite*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        database.rollback()
+    database.close()
+    assert len(list(folder.iterdir())) > 1
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert summarise(read_nsys(folder / "report.sqlite"))["gpu_busy_us"] == (0.075 if mode == "wal" else 0.07)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("table", ["KERNEL", "MEMCPY", "RUNTIME"])
+@pytest.mark.parametrize(("column", "value"), [("start INT", None), ("end INT", None), ("end INT", 0)])
+def test_rows_without_a_time_are_left_out_and_counted(export: Export, table: str, column: str, value: object) -> None:
+    columns, rows = export.tables[f"CUPTI_ACTIVITY_KIND_{table}"]
+    place = columns.split(", ").index(column)
+    last = list(rows[-1])
+    last[place] = value
+    export.tables[f"CUPTI_ACTIVITY_KIND_{table}"] = (columns, [*rows[:-1], tuple(last)])
+    capture = export.read()
+    assert len(capture.calls) + len(capture.work) == 9
+    assert [note.count for note in capture.notes if note.code == "skipped-events"] == [1]
+
+
+@pytest.mark.parametrize("start", [None, 2**62, -(2**63)])
+def test_ranges_without_a_start_are_left_out_and_counted(export: Export, start: int | None) -> None:
+    columns, rows = export.tables["NVTX_EVENTS"]
+    export.add("NVTX_EVENTS", columns, (start, 50, 59, THREAD, id_of("step 3"), None), *rows)
+    capture = export.read()
+    assert capture.steps.start_ns.tolist() == [0, 100]
+    assert [(note.code, note.count) for note in capture.notes] == [("skipped-events", 1)]
+
+
+@pytest.mark.parametrize("end", [None, 50, 2**63 - 1, -(2**63)])
+def test_a_range_whose_end_is_none_was_never_closed(export: Export, end: int | None) -> None:
+    columns, rows = export.tables["NVTX_EVENTS"]
+    export.add("NVTX_EVENTS", columns, *rows, (150, end, 59, THREAD, id_of("step 4"), None))
+    capture = export.read()
+    assert capture.steps.end_ns.tolist() == [100, 200, 155]  # with the last device work
+    assert capture.steps.complete.tolist() == [1, 1, 0]
+    assert codes(capture) == ["unclosed-ranges"]
+
+
+@pytest.mark.parametrize("base", [2**63 - 1, 2**61, -5, None])
+def test_a_clock_that_leaves_no_room_is_not_used(export: Export, base: int | None) -> None:
+    export.add("TARGET_INFO_SESSION_START_TIME", "utcEpochNs INT", (base,))
+    assert export.read().steps.start_ns.tolist() == [0, 100]
+
+
+def test_times_before_the_session_began_are_times(export: Export) -> None:
+    whole = summarise(export.read())
+    for name, (columns, rows) in list(export.tables.items()):
+        if columns.startswith("start INT, end INT"):
+            export.tables[name] = (columns, [(start - 60, end - 60, *rest) for start, end, *rest in rows])
+    capture = export.read()
+    assert summarise(capture) == whole
+    assert capture.steps.start_ns.tolist() == [-60, 40]
+    assert codes(capture) == []
+
+
+def test_a_table_beside_its_newer_version_counts_once(export: Export) -> None:
+    whole = summarise(export.read())
+    for table in ("KERNEL", "MEMCPY", "RUNTIME"):
+        columns, rows = export.tables[f"CUPTI_ACTIVITY_KIND_{table}"]
+        export.add(f"CUPTI_ACTIVITY_KIND_{table}_V2", columns, *rows)
+    capture = export.read()
+    assert summarise(capture) == whole
+    assert {note.code: note.count for note in capture.notes} == {"duplicate-rows": 10}
+
+
+def test_start_end_ranges_are_of_the_process(export: Export) -> None:
+    """They may begin on any thread: three steps of three threads."""
+    rows = [(at, at + 60, 60, THREAD + i, id_of("step 3"), None) for i, at in enumerate((0, 60, 120))]
+    export.add("NVTX_EVENTS", "start INT, end INT, eventType INT, globalTid INT, textId INT, text TEXT", *rows)
+    assert export.read().steps.start_ns.tolist() == [0, 60, 120]
+    pushed = [(*row[:2], 59, *row[3:]) for row in rows]
+    export.add("NVTX_EVENTS", "start INT, end INT, eventType INT, globalTid INT, textId INT, text TEXT", *pushed)
+    assert len(export.read().steps) == 1
+
+
+def second_process(export: Export) -> None:
+    """The same calls, kernels and copies of another process, 13 ns later, on a device that it also calls 0."""
+    for name, at in (("RUNTIME", 2), ("KERNEL", 5), ("MEMCPY", 5)):
+        columns, rows = export.tables[f"CUPTI_ACTIVITY_KIND_{name}"]
+        moved = [[start + 13, end + 13, *rest] for start, end, *rest in rows]
+        for row in moved:
+            row[at] = (2 << 24) + (row[at] & 0xFFFFFF)  # type: ignore[operator]
+        export.add(f"CUPTI_ACTIVITY_KIND_{name}", columns, *rows, *(tuple(row) for row in moved))
+
+
+def test_a_page_is_of_the_process_whose_steps_are_marked(export: Export) -> None:
+    alone = Timeline(export.read())
+    second_process(export)
+    capture = export.read()
+    line = Timeline(capture)
+    assert codes(capture) == ["several-processes"]
+    assert (len(capture.calls), len(capture.work)) == (12, 8)
+    assert line.calls.start_ns.tolist() == alone.calls.start_ns.tolist()
+    assert line.work.start_ns.tolist() == alone.work.start_ns.tolist()
+    assert line.call_of_work.tolist() == alone.call_of_work.tolist()
+
+
+def test_processes_that_call_their_own_gpu_device_0(export: Export) -> None:
+    second_process(export)
+    assert summarise(export.read())["devices"].keys() == {0}
+    export.add("TARGET_INFO_CUDA_DEVICE", "gpuId INT, cudaId INT, pid INT", (4, 0, 1), (6, 0, 2))
+    export.add("TARGET_INFO_GPU", "id INT, name TEXT, totalMemory INT, computeMajor INT, computeMinor INT",
+               (4, "four", 1, 9, 0), (6, "six", 1, 9, 0))  # fmt: skip
+    capture = export.read()
+    figures = summarise(capture)["devices"]
+    assert figures.keys() == {4, 6}
+    assert figures[4] == figures[6]
+    assert figures[4]["gpu_busy_us"] == 0.07
+    assert capture.environment.gpu == "four"
+
+
+def test_rows_that_name_no_process_are_of_the_only_one(export: Export) -> None:
+    for table in ("KERNEL", "MEMCPY"):
+        columns, rows = export.tables[f"CUPTI_ACTIVITY_KIND_{table}"]
+        place = columns.split(", ").index("globalPid INT")
+        kept = [(*row[:place], *row[place + 1 :]) for row in rows]
+        export.add(f"CUPTI_ACTIVITY_KIND_{table}", columns.replace("globalPid INT, ", ""), *kept)
+    capture = export.read()
+    assert (Timeline(capture).call_of_work >= 0).all()
+    assert codes(capture) == []
+
+
+def test_an_export_without_names_says_so(export: Export) -> None:
+    del export.tables["StringIds"]
+    assert {"no-names", "no-steps"} <= set(codes(export.read()))
+
+
 def test_kernels_without_an_end_are_left_out_and_counted(export: Export) -> None:
     columns, rows = export.tables["CUPTI_ACTIVITY_KIND_KERNEL"]
     place = columns.split(", ").index("end INT")
@@ -248,4 +396,4 @@ def test_kernels_without_an_end_are_left_out_and_counted(export: Export) -> None
     assert int((capture.work.kind == WorkKind.KERNEL).sum()) == 1  # of two
     (note,) = capture.notes
     assert note.code == "skipped-events"
-    assert note.text.startswith("1 kernel or copy has no end")
+    assert note.text.startswith("1 row has no start or no end")

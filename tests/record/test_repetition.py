@@ -75,14 +75,14 @@ def test_a_single_repetition_of_a_step_is_no_proof() -> None:
     assert len(find_repetition(numbers(STEP * 2))) == 0
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10**6), length=st.integers(10, 400), kinds=st.integers(3, 40))
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**6), length=st.integers(60, 400), kinds=st.integers(3, 40))  # ten may repeat by chance
 def test_a_random_sequence_repeats_nothing(seed: int, length: int, kinds: int) -> None:
     draw = random.Random(seed)
     assert len(find_repetition(np.array([draw.randrange(kinds) for _ in range(length)], np.int64))) < 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     step=st.lists(st.integers(1, 12), min_size=3, max_size=40),
     count=st.integers(4, 12),

@@ -218,3 +218,18 @@ def test_no_environment_variable_in_it(tmp_path: Path, monkeypatch: pytest.Monke
     document = json.loads((tmp_path / "run.sites.json").read_text())
     assert set(document) == {"sites_version", "exit_code", "marks", "capture", "columns"}
     assert "hunter2" not in json.dumps(document)
+
+
+@pytest.mark.parametrize("value", [2**70, 2**62, 10**6, -9, "a", None])
+@pytest.mark.parametrize("name", ["hits.start_ns.npy", "hits.site.npy", "hits.kind.npy", "ranges.name.npy"])
+def test_columns_that_name_nothing_are_damage(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "run.sites.json"
+    write_sites(session(), path)
+    document = json.loads(path.read_text())
+    document["columns"][name][1] = value
+    path.write_text(json.dumps(document))
+    if name == "hits.start_ns.npy" and value in (10**6, -9):
+        assert read_sites(path).capture.hits.start_ns[1] == value  # a time, if an odd one
+    else:
+        with pytest.raises(BrokenTraceError, match="damaged sites file"):
+            read_sites(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perfdoctor.record.capture import RangeKind, Ranges
 from perfdoctor.record.step_ranges import range_kinds, step_family, steps_of
@@ -87,3 +89,41 @@ def test_steps_are_sorted_and_numbered() -> None:
     assert steps.index.tolist() == [7, 8]
     assert steps.complete.tolist() == [1, 0]
     assert steps_of(ranges, np.array([-1, -1, -1])).index.tolist() == [0, 1]
+
+
+def steps_among(*marks: tuple[int, int], unfinished: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+    ranges = Ranges.from_rows([(start, end, 1, 0, RangeKind.STEP) for start, end in marks])
+    open_ends = np.isin(np.arange(len(marks)), unfinished)
+    found = steps_of(ranges, np.full(len(marks), 3), open_ends)
+    return list(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("marks", "steps"),
+    [
+        ([(0, 10), (0, 10), (10, 20), (10, 20)], [(0, 10), (10, 20)]),  # recorded twice
+        ([(0, 10), (1, 9), (10, 20), (11, 19)], [(0, 10), (10, 20)]),  # marked by two layers
+        ([(0, 30), (0, 10), (10, 20), (20, 30)], [(0, 10), (10, 20), (20, 30)]),  # an epoch around its steps
+        ([(0, 30), (0, 30), (0, 10), (11, 20)], [(0, 10), (11, 20)]),  # an epoch recorded twice
+        ([(0, 30), (0, 10), (1, 9), (10, 30)], [(0, 10), (10, 30)]),
+        ([(0, 15), (10, 25), (20, 35)], [(0, 15), (10, 25), (20, 35)]),  # each runs over the next one's begin
+        ([(0, 10), (10, 10), (10, 20)], [(0, 10), (10, 20), (10, 10)]),  # a mark of no length is left alone
+    ],
+)
+def test_marks_inside_marks(marks: list[tuple[int, int]], steps: list[tuple[int, int]]) -> None:
+    assert steps_among(*marks) == steps
+    assert steps_among(*reversed(marks)) == steps
+
+
+def test_a_mark_that_was_never_closed_swallows_none() -> None:
+    """Its end is that of the recording, so that it lies around every later step."""
+    assert steps_among((0, 90), (10, 20), (20, 30), unfinished=(0,)) == [(0, 90), (10, 20), (20, 30)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=12))
+def test_no_step_lies_inside_another(marks: list[tuple[int, int]]) -> None:
+    steps = steps_among(*((start, start + length) for start, length in marks))
+    assert len(steps) == len(set(steps))
+    for i, (start, end) in enumerate(steps):
+        assert not any(start <= a and b <= end for j, (a, b) in enumerate(steps) if j != i)
+    assert bool(steps) == bool(marks)

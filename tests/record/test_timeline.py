@@ -65,7 +65,7 @@ def test_a_graph_launch_owns_all_its_kernels() -> None:
 def test_tables_are_sorted_and_the_busiest_device_is_kept() -> None:
     line = timeline(
         calls=[call(10, 12, 2), call(0, 5, 1), call(13, 14, 3)],
-        work=[kernel(30, 40, 2, device=1), kernel(9, 20, 1, device=1), kernel(15, 90, 3, device=0)],
+        work=[kernel(30, 90, 2, device=1), kernel(9, 20, 1, device=1), *(kernel(t, t + 1, 3) for t in (15, 20, 25))],
     )
     assert line.calls.start_ns.tolist() == [0, 10, 13]
     assert line.work.device.tolist() == [1, 1]
@@ -237,3 +237,29 @@ def test_device_work_alone_is_a_window() -> None:
 def test_step_index_counts_from_the_step_that_began_last() -> None:
     starts = np.array([100, 200, 300], np.int64)
     assert step_index(starts, np.array([99, 100, 199, 200, 1000], np.int64)).tolist() == [-1, 0, 0, 1, 2]
+
+
+def test_a_first_window_that_begins_with_its_own_work_is_not_judged() -> None:
+    calls = [call(at + 10, at + 15, i + 1) for i, at in enumerate((0, 100, 200))]
+    work = [kernel(at + 20, at + 50, i + 1) for i, at in enumerate((0, 100, 200))]
+    marks = [step(at, at + 100) for at in (0, 100, 200)]
+    steps = timeline(calls, work, marks).steps
+    assert steps is not None
+    assert steps.first_cut
+    assert (steps.judged, steps.num_judged) == (slice(1, 3), 2)
+    assert steps.window_start_ns.tolist() == [20, 50, 150]
+    # Work from before the first step tells when its window began.
+    steps = timeline([call(-20, -19, 9), *calls], [kernel(-10, -5, 9), *work], marks).steps
+    assert steps is not None
+    assert not steps.first_cut
+    assert (steps.judged, steps.window_start_ns.tolist()) == (slice(0, 3), [-5, 50, 150])
+
+
+def test_the_only_step_is_idle_until_its_first_work_unless_work_was_lost() -> None:
+    one = [step(0, 100)]
+    steps = timeline([call(10, 15, 1)], [kernel(20, 50, 1)], one).steps
+    assert steps is not None
+    assert (steps.num_judged, steps.window_start_ns.tolist(), steps.window_end_ns.tolist()) == (1, [0], [50])
+    steps = timeline([call(5, 6, 7), call(10, 15, 1)], [kernel(20, 50, 1)], one).steps
+    assert steps is not None
+    assert steps.window_start_ns.tolist() == [20]
