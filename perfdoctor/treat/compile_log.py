@@ -44,13 +44,14 @@ class CompileLog:
     other threads compile. `call_index` is set by the owner before each call that it makes.
     """
 
-    def __init__(self, *, only_thread: int | None = None) -> None:
+    def __init__(self, *, only_thread: int | None = None, outside: FrameType | None = None) -> None:
         self.breaks: list[GraphBreak] = []
         self.call_index = 0
         self.listening = True  # the owner of a log that stays open switches it on around its own calls
         self.num_compiled = 0  # frames that dynamo tried to compile
         self.compile_ns = 0  # forward and backward, in all threads
         self._only_thread = only_thread
+        self._outside = None if outside is None else (outside.f_code, outside.f_lineno)  # whose line is no call
         self._failures: list[_Failure] = []
         self._limits: set[tuple[str, int]] = set()
 
@@ -113,7 +114,14 @@ class CompileLog:
         # A module's call, which torch or compile_model wraps in a function of its own.
         if function.owner in (TORCH, PERFDOCTOR) and call is not None:
             function = replace(call, function="the compiled module")
+        elif caller is not None and (caller.f_code, caller.f_lineno) == self._outside:
+            call = None
         self._failures.append(_Failure(function=function, call=call, guard=guard, at_call=self.call_index))
+
+    @property
+    def limit_hit(self) -> bool:
+        """Whether any function reached its limit of recompilations."""
+        return bool(self._limits)
 
     def add_attempt(self, *, limit_hit: bool) -> None:
         """Note that a frame is about to be compiled, or that the limit forbids it."""
@@ -142,6 +150,8 @@ class _Seams:
                 except BaseException:
                     self._uninstall()
                     raise
+            else:
+                self._time_compilations()
             self.logs.append(log)
 
     def remove(self, log: CompileLog) -> None:
@@ -165,9 +175,14 @@ class _Seams:
         for module, name, replacement in replacements:
             if hasattr(module, name):
                 self._patches.replace(module, name, replacement(getattr(module, name)))
+        self._time_compilations()
+
+    def _time_compilations(self) -> None:
+        """torch._dynamo.reset() drops every callback, also while a log is open."""
         calls = import_module("torch._dynamo.callback").callback_handler
-        calls.register_start_callback(self._start)
-        calls.register_end_callback(self._end)
+        if self._start not in calls.start_callbacks:
+            calls.register_start_callback(self._start)
+            calls.register_end_callback(self._end)
 
     def _uninstall(self) -> None:
         self._patches.undo()
@@ -191,6 +206,7 @@ class _Seams:
     def _limit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def exceeds(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
+            self._time_compilations()
             for log in tuple(self.logs):
                 log.add_attempt(limit_hit=bool(found[0]))
             return found

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from types import CellType, CodeType, FunctionType, TracebackType
 from typing import Any
@@ -18,6 +18,8 @@ from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat.compile_log import CompileLog
 from perfdoctor.treat.graph_break_reasons import GraphBreak, parse_break
 from perfdoctor.treat.graph_breaks import is_break, is_dynamo_error
+from perfdoctor.treat.graph_sources import name_spaces
+from perfdoctor.treat.loader_causes import with_loaders
 from perfdoctor.treat.recompilations import Recompilation
 from perfdoctor.units import format_ms
 from perfdoctor.watch.patches import Patches
@@ -100,7 +102,9 @@ class CompiledModel:
 
     def report(self) -> CompileReport:
         """What happened so far. On CUDA it waits for the last call that is timed."""
-        return self._call.report(undone=not self._patches)
+        report = self._call.report(undone=not self._patches)
+        spaces = name_spaces(self.model.forward)
+        return replace(report, recompilations=with_loaders(report.recompilations, spaces))
 
     def undo(self) -> None:
         """The model runs eagerly again, as before. Safe to call twice. Compiled code stays in torch's memory."""

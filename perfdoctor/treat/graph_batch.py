@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,21 @@ def map_tensors(value: Any, visit: Visit, path: str, key: list[Hashable]) -> Any
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a graph cannot see what changes inside it. "
         "Pass its tensors as tuples, dicts or dataclasses; anything else as plain numbers or text."
     )
+
+
+def plain_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Numbers and texts in a batch, with their paths."""
+    if isinstance(value, bool | int | float | str):
+        yield path, value
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from plain_values(item, f"{path}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from plain_values(item, f"{path}[{key!r}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from plain_values(getattr(value, field.name), f"{path}.{field.name}")
 
 
 def batch_key(batch: tuple[Any, ...], device: torch.device) -> tuple[list[torch.Tensor], Hashable]:

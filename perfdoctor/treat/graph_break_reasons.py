@@ -119,7 +119,7 @@ _OPTIMIZER = (
     "optimizer",
     "the optimizer's step is no part of the graph of the forward pass",
     "compile the model, or a function of forward and loss; call optimizer.step() outside "
-    "(torch.compile(optimizer.step) is a graph of its own)",
+    "(under torch.compile(optimizer.step) this one break is torch's own, and the update after it is one graph)",
 )
 _RANDOM = (
     "random",
@@ -158,6 +158,16 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         "keep it a tensor; read it after the compiled call",
     ),
     (
+        r"torch\.nn\.functional\.one_hot", "mask", "the size of the result depends on the data",
+        "give one_hot the number of classes: one_hot(labels, num_classes=10)",
+    ),
+    (
+        r"builtin operator `(?:range|sorted|list|sum|divmod|round|slice)` with argument types \[[^\]]*Tensor"
+        r"|BuiltinVariable\((?:range|sorted)\)",
+        "item", "Python has to know the numbers in a tensor here",
+        "compute it with torch (torch.sort, torch.arange, a mask); or take the number outside and pass it in",
+    ),
+    (
         r"aten\.(?:nonzero|masked_select|unique|_unique2|bincount|repeat_interleave)|[Dd]ynamic.(?:output )?shape",
         "mask", "the size of the result depends on the data", _MASK,
     ),
@@ -187,7 +197,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         "set requires_grad before the compiled function",
     ),
     (
-        r"module: time\b|\btime\.(?:perf_counter|time|monotonic)|qualname: (?:perf_counter|monotonic|time)(?:_ns)?\b",
+        r"module: time\b|\btime\.(?:perf_counter|time|monotonic)|qualname: (?:perf_counter|monotonic|time)(?:_ns)?\b"
+        r"|method `(?:now|utcnow|today)` of class `type`|datetime",
         "clock", "it reads a clock or sleeps, which a graph cannot hold", "take the time outside the compiled function",
     ),
     (
@@ -207,6 +218,21 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         r"manual_seed|set_rng_state", "seed", "it sets a random seed", "set seeds outside the compiled function",
+    ),
+    (
+        r"`\w*[Ll]ock` context manager|module: _?thread\w*|_thread\.\w+|threading\.", "thread",
+        "it works with threads or locks, which a graph cannot hold", "do that outside the compiled function",
+    ),
+    (
+        r"`tqdm\b|tqdm\.", "print", "a progress bar is no part of a graph", "draw it around the compiled call",
+    ),
+    (
+        r"method `write(?:lines)?` of class|TextIOWrapper|BufferedWriter|BufferedReader", "file",
+        "it reads or writes a file", "do input and output outside the compiled function",
+    ),
+    (
+        r"copy\.deepcopy\(\) on tensors", "deepcopy", "a tensor cannot be copied this way inside a graph",
+        "use tensor.clone(), or copy outside the compiled function",
     ),
     (
         r"pdb|breakpoint", "breakpoint", "a breakpoint is no part of a graph", "remove it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,17 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from perfdoctor.errors import UsageError
+from perfdoctor.record.call_site import user_frame
 from perfdoctor.treat.compile_log import CompileLog
 from perfdoctor.treat.dynamo_state import forced_backend, fresh_dynamo
 from perfdoctor.treat.graph_break_reasons import GraphBreak, parse_break
 from perfdoctor.treat.graph_python_state import PythonState, Reached
+from perfdoctor.treat.graph_randomness import own_generators
+from perfdoctor.treat.graph_sources import name_spaces
+from perfdoctor.treat.loader_causes import with_loaders
 from perfdoctor.treat.recompilations import Recompilation
 from perfdoctor.treat.snapshot import Snapshot
+from perfdoctor.treat.step_function import require_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,7 @@ class GraphBreaks(Sequence[GraphBreak]):
             f"{_count(len(self.breaks), 'graph break')}, {_count(again, 'recompilation')} "
             f"in {_count(self.num_calls, 'call')} ({what}; {_count(self.num_graphs, 'graph')})"
         )
-        tail = ["fullgraph=True ended the tracing here; look again after the change"] if self.ended else []
+        tail = ["fullgraph=True ended the calls here; look again after the change"] if self.ended else []
         return "\n".join([head, *map(str, self.breaks), *map(str, self.recompilations), *tail])
 
 
@@ -66,27 +72,34 @@ def graph_breaks(fn: Callable[..., Any], *batch: Any, calls: Iterable[Sequence[A
     way are dropped and compile again at their next call. Raises `UsageError` for wrong arguments, and what `fn` raises.
     """
     rounds = _rounds(fn, batch, calls)
+    spaces = name_spaces(fn)
     # A function that torch.compile made hides what it was made from.
     reached = Reached(fn, _as_written(fn), rounds)
     restore = _kept_aside(reached, PythonState(fn, _as_written(fn)))
     try:
-        found = _watched(fn, rounds, reached, as_it_is=True)
-        written = _as_written(fn)
-        if found.num_graphs and not found.ended and (written is fn or not found.breaks):
-            return found
-        # Nothing is compiled in it; or fn was compiled with fullgraph=True, where the first break ends the tracing.
-        restore()
-        whole = _watched(written, rounds, reached, as_it_is=False)
-        if not found.num_graphs:
-            return whole
-        return replace(found, breaks=whole.breaks, ended=False) if len(whole) > len(found) else found
+        found = _both_ways(fn, rounds, reached, restore)
+        return replace(found, recompilations=with_loaders(found.recompilations, spaces))
     finally:
         restore()
 
 
+def _both_ways(
+    fn: Callable[..., Any], rounds: list[tuple[Any, ...]], reached: Reached, restore: Callable[[], None]
+) -> GraphBreaks:
+    found = _watched(fn, rounds, reached, as_it_is=True)
+    written = _as_written(fn)
+    if found.num_graphs and not found.ended and (written is fn or not found.breaks):
+        return found
+    # Nothing is compiled in it; or fn was compiled with fullgraph=True, where the first break ends the tracing.
+    restore()
+    whole = _watched(written, rounds, reached, as_it_is=False)
+    if not found.num_graphs:
+        return whole
+    return replace(found, breaks=whole.breaks, ended=False) if len(whole) > len(found) else found
+
+
 def _rounds(fn: object, batch: tuple[Any, ...], calls: Iterable[Sequence[Any]] | None) -> list[tuple[Any, ...]]:
-    if not callable(fn):
-        raise UsageError(f"graph_breaks needs a function or a module first, not {type(fn).__name__}")
+    require_step(fn, "graph_breaks", "a function or a module")
     if calls is None:
         return [batch]
     if batch:
@@ -105,7 +118,11 @@ def _kept_aside(reached: Reached, python: PythonState) -> Callable[[], None]:
     import torch
 
     tensors = [tensor for tensor in reached.of_type(torch.Tensor) if not isinstance(tensor, torch.nn.Parameter)]
-    kept = Snapshot.take([*reached.of_type(torch.nn.Module), *tensors], reached.of_type(torch.optim.Optimizer))
+    kept = Snapshot.take(
+        [*reached.of_type(torch.nn.Module), *tensors],
+        reached.of_type(torch.optim.Optimizer),
+        generators=own_generators(reached),
+    )
 
     def restore() -> None:
         python.restore()
@@ -139,7 +156,7 @@ def _watched(fn: Callable[..., Any], rounds: list[tuple[Any, ...]], reached: Rea
         graphs += 1
         return graph.forward
 
-    with fresh_dynamo(_codes(reached)), CompileLog(only_thread=threading.get_ident()) as log:
+    with fresh_dynamo(_codes(reached)), _log() as log:
         called: Callable[..., Any] = fn if as_it_is else torch.compile(fn, backend=run_eagerly)
         with forced_backend(run_eagerly):
             ended = _call(called, rounds, log)
@@ -153,11 +170,17 @@ def _watched(fn: Callable[..., Any], rounds: list[tuple[Any, ...]], reached: Rea
     )
 
 
+def _log() -> CompileLog:
+    return CompileLog(only_thread=threading.get_ident(), outside=user_frame(sys._getframe(1)))
+
+
 def _call(called: Callable[..., Any], rounds: list[tuple[Any, ...]], log: CompileLog) -> bool:
     for log.call_index, arguments in enumerate(rounds):
         try:
             called(*arguments)
         except Exception as error:
+            if log.limit_hit and (is_dynamo_error(error) or "fullgraph" in str(error)):
+                return True  # under fullgraph=True the limit of recompilations is an error too
             # Under fullgraph=True a break is an error. It is listed like any other; there is nothing to go on with.
             if not is_break(error) or parse_break(str(error)) is None:
                 raise

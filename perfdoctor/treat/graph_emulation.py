@@ -15,23 +15,28 @@ import torch
 from perfdoctor.emulate import emulate_cuda
 from perfdoctor.emulate.tensor import CudaTensor, adopt, plain
 from perfdoctor.emulate.transfers import become
+from perfdoctor.treat.gpu_settings import scalers_on
 from perfdoctor.treat.graph_batch import map_tensors
 from perfdoctor.treat.graph_python_state import Place, Reached
+from perfdoctor.treat.graph_sources import NameSpace
 
 Batch = tuple[Any, ...]
 
 
 @contextmanager
 def on_emulated_device(
-    train_step: Callable[..., Any], extra: tuple[Any, ...], batches: list[Batch]
+    train_step: Callable[..., Any], extra: tuple[Any, ...], batches: list[Batch], spaces: list[NameSpace]
 ) -> Iterator[list[Batch]]:
-    """Inside, all that `train_step` and `extra` (modules, optimizers) reach, and the batches, are on that device."""
+    """Inside, all that `train_step` and `extra` (modules, optimizers) reach, and the batches, are on that device.
+
+    `spaces`: names of the code around, which tell a GradScaler that is off for want of a GPU.
+    """
     reached = Reached(train_step, *extra)
     tensors = _tensors(reached)
     places = [place for place in reached.places if _names_the_host(place)]
     kept = [(place, place.read()) for place in places]
     grads = [(t, t.grad) for t in tensors if t.is_leaf and t.grad is not None]
-    with emulate_cuda():
+    with emulate_cuda(), scalers_on(reached.of_type(torch.amp.GradScaler), spaces):
         try:
             for tensor in tensors:
                 _enter(tensor)

@@ -9,6 +9,7 @@ silence, then what stops graph capture, then what `graphed_step` takes care of.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,25 +18,27 @@ import torch
 
 from perfdoctor.errors import UsageError
 from perfdoctor.record import crossings
-from perfdoctor.record.capture import Frame, Site
-from perfdoctor.record.owners import USER, shown_file
+from perfdoctor.record.call_site import user_frame
+from perfdoctor.record.capture import Site
 from perfdoctor.record.sync_kinds import BLOCKING_COPY, PAGEABLE_COPY
 from perfdoctor.treat import graph_optimizers, graph_sources
-from perfdoctor.treat.graph_batch import map_tensors
+from perfdoctor.treat.graph_batch import map_tensors, plain_values
+from perfdoctor.treat.graph_bindings import Bindings, gradient_lines
 from perfdoctor.treat.graph_emulation import Batch, on_emulated_device
 from perfdoctor.treat.graph_obstacle import GraphObstacles, Obstacle
-from perfdoctor.treat.graph_python_state import Place, PythonState, Reached, described_change, variable_names
-from perfdoctor.treat.graph_randomness import random_places
+from perfdoctor.treat.graph_python_state import Place, PythonState, Reached, host_tensor_places
+from perfdoctor.treat.graph_randomness import own_generators, random_places
 from perfdoctor.treat.graph_recording import own_copy
-from perfdoctor.treat.graph_trace import Line, StepTrace, gradient_writes, pinning_threads, site_at
+from perfdoctor.treat.graph_surroundings import Ran, Stepped, definition, surroundings
+from perfdoctor.treat.graph_trace import Line, StepTrace, site_at
+from perfdoctor.treat.graph_values import described_change
 from perfdoctor.treat.iterator_position import Position
-from perfdoctor.treat.rate_writes import rate_writes
 from perfdoctor.treat.snapshot import Models, Optimizers, Snapshot, as_tuple
+from perfdoctor.treat.step_function import require_step
 from perfdoctor.watch.sync_guard import GuardedSite, sync_guard
 
 _COPIES = (PAGEABLE_COPY, BLOCKING_COPY)
 _ENDLESS = 1e18
-_NOWHERE = Site(frame=Frame(file="<unknown>", line=0, function=""), exact=False)
 
 
 def graph_obstacles(
@@ -56,8 +59,7 @@ def graph_obstacles(
         UsageError: `train_step` is no function, or `batches` holds something else than tuples.
         Exception: what the step itself raises.
     """
-    if not callable(train_step):
-        raise UsageError(f"graph_obstacles needs a function first, got {type(train_step).__name__}")
+    require_step(train_step, "graph_obstacles")
     if not isinstance(batches, Iterable):
         raise UsageError(f"graph_obstacles(batches=...): a list of tuples of arguments, got {type(batches).__name__}")
     for given in batches:
@@ -68,12 +70,13 @@ def graph_obstacles(
     everything = [batch, *batches]
     place: Any = contextlib.nullcontext(everything)
     if not (crossings.is_emulated() or torch.cuda.is_available()):
-        place = on_emulated_device(train_step, extra, everything)
+        place = on_emulated_device(train_step, extra, everything, spaces)
     shapes = list(_varying_shapes(train_step, everything, spaces))
+    values = list(_varying_values(train_step, everything))
     with place as moved:
         watch = _watched(train_step, moved, extra)
     # Where the batches differ in shape, so does all that is made from them.
-    rows = [*(shapes or _unstable_shapes(watch)), *_in_the_step(watch), *_around(watch, spaces)]
+    rows = [*(shapes or _unstable_shapes(watch)), *values, *_in_the_step(watch), *surroundings(watch.ran(), spaces)]
     return GraphObstacles.ranked(rows, watch.notes())
 
 
@@ -83,13 +86,25 @@ class _Watch:
 
     traces: list[StepTrace] = field(default_factory=list)
     syncs: tuple[GuardedSite, ...] = ()
-    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
-    ready: dict[int, bool] = field(default_factory=dict)
+    optimizers: dict[int, Stepped] = field(default_factory=dict)
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     emulated: bool = False
 
     @property
     def order(self) -> dict[Line, int]:
         return self.traces[-1].lines
+
+    def ran(self) -> Ran:
+        """What the code around the step is held against."""
+        return Ran(
+            optimizers=tuple(self.optimizers.values()),
+            modules=self.modules,
+            objects=self.objects,
+            lines=tuple(self.order),
+            clears_gradients=any(kind == "zero-grad" for trace in self.traces for _, kind, _ in trace.calls)
+            or any(trace.bindings.dropped for trace in self.traces),
+        )
 
     def notes(self) -> tuple[str, ...]:
         return ("watched on the emulated CUDA device",) if self.emulated else ()
@@ -97,12 +112,13 @@ class _Watch:
 
 def _watched(train_step: Callable[..., Any], batches: list[Batch], extra: tuple[Any, ...]) -> _Watch:
     reached = Reached(train_step, *extra)
-    watch = _Watch(emulated=crossings.is_emulated())
+    watch = _Watch(emulated=crossings.is_emulated(), objects=reached.objects)
+    watch.modules = reached.of_type(torch.nn.Module)
     for optimizer in reached.of_type(torch.optim.Optimizer):
-        watch.optimizers[id(optimizer)] = optimizer
-    modules = [*reached.of_type(torch.nn.Module), *(t for t in reached.objects if isinstance(t, torch.Tensor))]
-    generators = [g for g in reached.of_type(torch.Generator) if not isinstance(g, type)]
-    before = Snapshot.take(modules, list(watch.optimizers.values()), generators=generators)
+        watch.optimizers[id(optimizer)] = Stepped(optimizer)
+    loose = [t for t in reached.objects if isinstance(t, torch.Tensor)]
+    optimizers = [stepped.optimizer for stepped in watch.optimizers.values()]
+    before = Snapshot.take([*watch.modules, *loose], optimizers, generators=own_generators(reached))
     python = PythonState(train_step, *extra)
     try:
         with _steppers(watch.optimizers):
@@ -119,31 +135,47 @@ def _run(
     """Once for what only a first step does, once to see what changes, and once more to see where."""
     train_step(*batches[0])
     state = PythonState(train_step, *extra)
-    random = [(place, place.held()) for place in random_places(reached, watch.emulated)]
-    watch.ready = {key: graph_optimizers.is_ready(optimizer) for key, optimizer in watch.optimizers.items()}
+    unseen = [*random_places(reached), *host_tensor_places(reached)]
+    before = [(place, place.held()) for place in unseen]
+    for stepped in watch.optimizers.values():
+        stepped.ready = graph_optimizers.is_ready(stepped.optimizer)
+    tensors = _bound(reached, watch)
     with sync_guard(budget=_ENDLESS, mode="record") as guard:
-        watch.traces.append(_traced(train_step, batches[0], ()))
+        watch.traces.append(_traced(train_step, batches[0], (), tensors))
         changed: list[Place] = [change.place for change in state.changes()]
-        changed += [place for place, held in random if not place.same(held, place.held())]
+        changed += [place for place, held in before if not place.same(held, place.held())]
         for more in (*batches[1:], batches[0]):
-            watch.traces.append(_traced(train_step, more, changed))
+            watch.traces.append(_traced(train_step, more, changed, tensors))
     watch.syncs = guard.sites
 
 
-def _traced(train_step: Callable[..., Any], batch: Batch, places: Sequence[Place]) -> StepTrace:
-    trace = StepTrace(places)
+def _bound(reached: Reached, watch: _Watch) -> list[torch.Tensor]:
+    """The parameters and buffers of the step."""
+    found = [t for m in watch.modules for t in (*m.parameters(), *m.buffers())]
+    found += [t for t in reached.objects if isinstance(t, torch.Tensor) and t.requires_grad]
+    found += [p for each in watch.optimizers.values() for group in each.optimizer.param_groups for p in group["params"]]
+    return list({id(t): t for t in found}.values())
+
+
+def _traced(
+    train_step: Callable[..., Any], batch: Batch, places: Sequence[Place], tensors: Sequence[torch.Tensor]
+) -> StepTrace:
+    trace = StepTrace(places, Bindings(tensors))
     with trace.watching():
         train_step(*batch)
     return trace
 
 
 @contextlib.contextmanager
-def _steppers(found: dict[int, torch.optim.Optimizer]) -> Iterator[None]:
-    """Inside, every optimizer that steps is added to `found`."""
+def _steppers(found: dict[int, Stepped]) -> Iterator[None]:
+    """Inside, every optimizer that steps is added to `found`, with the line that stepped it."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     def note(optimizer: Any, *_: Any) -> None:
-        found.setdefault(id(optimizer), optimizer)
+        stepped = found.setdefault(id(optimizer), Stepped(optimizer))
+        frame = user_frame(sys._getframe(1))
+        if stepped.site is None and frame is not None:
+            stepped.site = graph_sources.site(frame.f_code.co_filename, frame.f_lineno)
 
     handle = register_optimizer_step_pre_hook(note)
     try:
@@ -155,12 +187,7 @@ def _steppers(found: dict[int, torch.optim.Optimizer]) -> Iterator[None]:
 def _in_the_step(watch: _Watch) -> Iterator[Obstacle]:
     yield from _frozen_places(watch)
     yield from _frozen_calls(watch)
-    for line in gradient_writes(list(watch.order)):
-        yield Obstacle(
-            code="capture-grad-rebound", site=site_at(line), severity="silent",
-            text="binds another tensor to .grad: a graph reads and writes the one it was captured with",
-            change="change gradients in place (p.grad.mul_(...), torch._foreach_mul_), or zero_grad(set_to_none=False)",
-        )  # fmt: skip
+    yield from _rebound(watch)
     for row in (row for row in watch.syncs if not own_copy(row)):
         copy = row.meaning.code in _COPIES
         yield Obstacle(
@@ -170,11 +197,31 @@ def _in_the_step(watch: _Watch) -> Iterator[Obstacle]:
         )  # fmt: skip
 
 
+def _rebound(watch: _Watch) -> Iterator[Obstacle]:
+    found = [trace.bindings for trace in watch.traces]
+    calls = [(line, kind) for trace in watch.traces for line, kind, _ in trace.calls]
+    by_name, clearing = ([line for line, kind in calls if kind == which] for which in ("setattr", "zero-grad"))
+    for line in gradient_lines(found, by_name, clearing):
+        yield Obstacle(
+            code="capture-grad-rebound", site=site_at(line), severity="silent",
+            text="binds another tensor to .grad: a graph reads and writes the one it was captured with",
+            change="change gradients in place (p.grad.mul_(...), torch._foreach_mul_), or zero_grad(set_to_none=False)",
+        )  # fmt: skip
+    for line, tensor in ((line, tensor) for one in found for line, tensor in one.moved.items()):
+        yield _frozen(
+            site_at(line), f"gives a {type(tensor).__name__} of shape {tuple(tensor.shape)} other memory: a graph goes "
+            "on with the memory of graph capture",
+            "write into it in place (p.copy_(...), p.clamp_(...), with torch.no_grad())",
+        )  # fmt: skip
+
+
 def _change(row: GuardedSite) -> str:
     if row.kind in ("item", "cpu", "numpy", "tolist", "format_tensor", "print_tensor"):
         return "return the tensor and read it outside the step, every N steps"
     if row.meaning.code in _COPIES:
         return "build it on the device once, before the step (register_buffer, torch.full), or pass it in the batch"
+    if row.kind == "grad_scaler":
+        return "use bfloat16 autocast, which needs no scaler"
     if row.kind == "tensor_to_bool":
         return "select on the device (torch.where, or multiply by the condition); branch outside the step"
     return row.meaning.advice
@@ -192,6 +239,12 @@ def _frozen_places(watch: _Watch) -> Iterator[Obstacle]:
             yield _frozen(
                 site_at(line), f"draws from {first.place.name} on the host: the draw of graph capture is repeated",
                 "draw on the device (torch.rand(..., device=...)), or outside the step and pass it in the batch",
+            )  # fmt: skip
+            continue
+        if first.place.owner == "host memory":
+            yield _frozen(
+                site_at(line), f"changes {first.place.name} in place: a graph does no work on the host",
+                "keep it on the device (device='cuda', register_buffer)",
             )  # fmt: skip
             continue
         if isinstance(first.after, Position):
@@ -227,6 +280,8 @@ _CALLS = {
         "hands work to another thread",
         "start it outside the step, and keep its CUDA calls out of graph capture",
     ),
+    "queue": ("uses a queue", "hand over and take outside the step, device tensors as part of the batch"),
+    "seed": ("seeds a random generator", "seed before the step"),
     "loader": ("draws a batch inside the step", "draw batches outside and pass them: step(*batch)"),
 }
 
@@ -242,6 +297,8 @@ def _frozen_calls(watch: _Watch) -> Iterator[Obstacle]:
                     text="copies host memory to the device: a graph repeats the copy from the address it had then",
                     change="copy before the step and pass the device tensor (perfdoctor.DevicePrefetcher)",
                 )  # fmt: skip
+            continue
+        if kind not in _CALLS:
             continue
         text, change = _CALLS[kind]
         row = _frozen(site, f"{text}: that happens once, at graph capture, and not on replay", change)
@@ -263,6 +320,23 @@ def _unstable_shapes(watch: _Watch) -> Iterator[Obstacle]:
             return
 
 
+def _varying_values(train_step: Callable[..., Any], batches: list[Batch]) -> Iterator[Obstacle]:
+    """Numbers and texts in the batch that are not the same each time."""
+    seen: dict[str, dict[Any, None]] = {}
+    for batch in batches:
+        for path, value in plain_values(batch, "batch"):
+            seen.setdefault(path, {})[value] = None
+    for path, values in seen.items():
+        if len(values) > 1:
+            some = ", ".join(map(repr, list(values)[:5])) + (", ..." if len(values) > 5 else "")
+            yield Obstacle(
+                code="capture-baked-value", site=definition(train_step), severity="silent",
+                text=f"{path} is a Python value and differs from batch to batch ({some}): a graph goes on with that of "
+                "graph capture (graphed_step takes another graph for each, and runs eagerly where there are too many)",
+                change=f"pass {path} as a device tensor",
+            )  # fmt: skip
+
+
 def _varying_shapes(
     train_step: Callable[..., Any], batches: list[Batch], spaces: list[graph_sources.NameSpace]
 ) -> Iterator[Obstacle]:
@@ -281,95 +355,7 @@ def _varying_shapes(
     others = [item for batch in list(keys.values())[1:] for item in batch]
     made = [site for item in others if (site := graph_sources.assignment(item, spaces)) is not None]
     yield Obstacle(
-        code="capture-dynamic-shape", site=made[0] if made else _definition(train_step), severity="stops",
+        code="capture-dynamic-shape", site=made[0] if made else definition(train_step), severity="stops",
         text=f"{len(keys)} different batch shapes in {len(batches)} batches ({rows}): each needs a graph of its own",
         change="pad to one length, or to a few fixed ones; drop_last=True where only the last batch differs",
     )  # fmt: skip
-
-
-def _definition(train_step: Callable[..., Any]) -> Site:
-    code = getattr(getattr(train_step, "__func__", train_step), "__code__", None)
-    if code is None:
-        return _NOWHERE
-    frame = Frame(file=shown_file(code.co_filename), line=code.co_firstlineno, function=code.co_qualname, owner=USER)
-    return Site(frame=frame)
-
-
-def _around(watch: _Watch, spaces: list[graph_sources.NameSpace]) -> Iterator[Obstacle]:
-    """Optimizers, schedules and loaders: built outside the step, in the way inside it."""
-    optimizers = list(watch.optimizers.values())
-    for optimizer in optimizers:
-        yield from _optimizer_rows(optimizer, watch.ready.get(id(optimizer), False), spaces)
-    for scheduler in graph_sources.instances(spaces, torch.optim.lr_scheduler.LRScheduler):
-        if any(scheduler.optimizer is optimizer and _float_rate(optimizer) for optimizer in optimizers):
-            built = graph_sources.construction(scheduler, spaces) or _NOWHERE
-            sites = graph_sources.step_calls(scheduler, spaces) or [built]
-            yield from (_baked(site, type(scheduler).__name__) for site in sites)
-    written = rate_writes([optimizer for optimizer in optimizers if _float_rate(optimizer)], spaces)
-    yield from (_baked(site, "this line") for site in written)
-    yield from _loader_rows(spaces)
-    yield from _loop_numbers(watch, spaces)
-
-
-def _loop_numbers(watch: _Watch, spaces: list[graph_sources.NameSpace]) -> Iterator[Obstacle]:
-    """Numbers of the surrounding code that the step reads and the loop changes."""
-    codes = {code for code, _ in watch.order}
-    names = {name for code in codes for name in variable_names(code)}
-    inside = {(code.co_filename, line) for code, line in watch.order}
-    for name, site in graph_sources.loop_changes(names, spaces):
-        if (site.frame.file, site.frame.line) not in inside:
-            yield Obstacle(
-                code="capture-baked-value", site=site, severity="silent",
-                text=f"the loop changes {name}, a Python number that the step reads: a graph goes on with the value of "
-                "graph capture (graphed_step runs eagerly then)",
-                change=f"keep {name} in a device tensor that the loop fills ({name}.fill_(...)), or in the batch",
-            )  # fmt: skip
-
-
-def _float_rate(optimizer: torch.optim.Optimizer) -> bool:
-    return any(not isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups)
-
-
-def _optimizer_rows(
-    optimizer: torch.optim.Optimizer, ready: bool, spaces: list[graph_sources.NameSpace]
-) -> Iterator[Obstacle]:
-    site = graph_sources.construction(optimizer, spaces) or _NOWHERE
-    reason = graph_optimizers.refusal(optimizer)
-    name = type(optimizer).__name__
-    if reason is not None:
-        what, _, change = reason.partition("; ")
-        yield Obstacle(
-            code="capture-optimizer", site=site, text=what, change=change or "use AdamW(capturable=True)",
-            severity="stops",
-        )  # fmt: skip
-    elif not ready:
-        yield Obstacle(
-            code="capture-optimizer", site=site, severity="handled",
-            text=f"{name} keeps its step counters on the host: its step() cannot be captured",
-            change=f"{name}(..., capturable=True), or give it to graphed_step(optimizer=...)",
-        )  # fmt: skip
-
-
-def _baked(site: Site, who: str) -> Obstacle:
-    return Obstacle(
-        code="capture-baked-value", site=site, severity="handled",
-        text=f"the learning rate is a Python number, so a graph goes on with that of graph capture: {who} is ignored",
-        change="lr=torch.tensor(..., device='cuda') (SGD: with fused=True), or graphed_step, which does that",
-    )  # fmt: skip
-
-
-def _loader_rows(spaces: list[graph_sources.NameSpace]) -> Iterator[Obstacle]:
-    from torch.utils.data import DataLoader
-
-    loaders = [loader for loader in graph_sources.instances(spaces, DataLoader) if loader.pin_memory]
-    sites = [graph_sources.construction(loader, spaces) or _NOWHERE for loader in loaders]
-    if not sites and pinning_threads():
-        sites = [_NOWHERE]
-    for site in sites:
-        yield Obstacle(
-            code="capture-other-thread", site=site, severity="handled",
-            text="its pinning thread allocates host memory at any moment, which fails a graph capture of mode 'global' "
-            "(torch.cuda.graph's default)",
-            change="capture before the loader's iterator exists, or with capture_error_mode='thread_local', as "
-            "graphed_step does",
-        )  # fmt: skip

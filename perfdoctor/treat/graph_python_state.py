@@ -13,22 +13,32 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from perfdoctor.record.owners import USER, file_owner
+from perfdoctor.treat.graph_values import (
+    SCALARS,
+    content,
+    is_array,
+    missing,
+    refill,
+    same,
+)
 from perfdoctor.treat.iterator_position import Position, position
-from perfdoctor.units import format_plural
 
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 1_000
-_SCALARS = (type(None), bool, int, float, complex, str, bytes)
 # A module's own books; its children are walked by name.
 _MODULE_BOOKS = ("_parameters", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook", "training")
-_missing = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_COMPILED = ("perfdoctor.treat.compiled", "CompiledModel")  # by name: that file imports this one
+# Objects of Python's that are there to hold values.
+_NAMESPACES = (("types", "SimpleNamespace"), ("argparse", "Namespace"), ("queue", "Queue"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +53,11 @@ class Place:
 
     def held(self) -> Any:
         """What to compare and to put back."""
-        return _Content(self.read()) if self.content else self.read()
+        return content(self.read()) if self.content else self.read()
 
     def same(self, before: Any, now: Any) -> bool:
         """Whether two answers of `held` mean that nothing changed."""
-        return _same(before, now)
+        return same(before, now)
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}" if self.owner else self.name
@@ -75,9 +85,9 @@ class PythonState:
         return [
             Change(place, before, now)
             for place, before in self._held
-            if not _same(before, now := place.held())
+            if not same(before, now := place.held())
         ] + [
-            Change(_place(owner, mapping, name), _missing, mapping[name])
+            Change(_place(owner, mapping, name), missing, mapping[name])
             for (owner, mapping), (_, names) in zip(self.found.mappings, self._names, strict=True)
             for name in mapping
             if name not in names
@@ -100,7 +110,7 @@ class Reached:
         self._waiting: deque[tuple[Any, str]] = deque((root, _title(root)) for root in roots)
         while self._waiting and len(self.objects) < _MOST_OBJECTS:
             value, path = self._waiting.popleft()
-            if not isinstance(value, _SCALARS) and id(value) not in self._seen:
+            if not isinstance(value, SCALARS) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.objects.append(value)
                 self._visit(value, path)
@@ -127,15 +137,23 @@ class Reached:
             self._visit_module(value, path)
         elif isinstance(value, torch.optim.Optimizer):
             for index, group in enumerate(value.param_groups):
-                held = {name: item for name, item in group.items() if isinstance(item, _SCALARS)}
+                held = {name: item for name, item in group.items() if isinstance(item, SCALARS)}
                 for name in held:
                     self.places.append(_place(f"{path}.param_groups[{index}]", group, name))
         elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             self._visit_names(vars(value), path)
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self._visit_function(value, path)
+        elif (type(value).__module__, type(value).__name__) == _COMPILED:
+            self._waiting.append((value.model, path))
+        elif isinstance(value, types.BuiltinMethodType):
+            self._waiting.append((value.__self__, path))  # add = losses.append
         elif isinstance(value, dict | list | set | deque | tuple):
             self._visit_items(value, path)
+        elif is_array(value):
+            self.places.append(Place("", path, lambda: value, functools.partial(refill, value), content=True))
+        elif (type(value).__module__, type(value).__name__) in _NAMESPACES:
+            self._visit_names(vars(value), path)
         elif isinstance(value, types.ModuleType):
             if file_owner(getattr(value, "__file__", None) or "<frozen>") == USER:
                 self._visit_names(vars(value), value.__name__, whole=False)
@@ -154,14 +172,20 @@ class Reached:
         own = vars(module)
         mine = _is_users(type(module))
         names = [n for n in own if n not in _MODULE_BOOKS and (not n.startswith("_") or mine) and "_hooks" not in n]
+        # torch's weight_norm, spectral_norm and pruning make `weight` anew from these before each forward pass.
+        derived = [n for n in names if f"{n}_g" in module._parameters or f"{n}_orig" in module._parameters]
         for name in names:
-            if name != "_buffers":
+            if name != "_buffers" and name not in derived:
                 self._add(_place(path, own, name))
         for name in module._buffers:
             self.places.append(_place(path, module._buffers, name))
         if mine:
             self.mappings.append((path, own))
             self._waiting.append((type(module), path))
+        hooks = [hook for name in _HOOKS for hook in (own.get(name) or {}).values()]
+        for tensor in (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None):
+            hooks += [h for name in _TENSOR_HOOKS for h in (getattr(tensor, name, None) or {}).values()]
+        self._waiting += [(hook, _title(hook)) for hook in hooks]
         for name, child in module._modules.items():
             self._waiting.append((child, f"{path}.{name}"))
 
@@ -174,7 +198,7 @@ class Reached:
     def _visit_slots(self, value: Any, path: str) -> None:
         names = [name for cls in type(value).__mro__ for name in _as_names(cls.__dict__.get("__slots__", ()))]
         for name in (name for name in names if not name.startswith("__")):
-            read = functools.partial(getattr, value, name, _missing)
+            read = functools.partial(getattr, value, name, missing)
             # object's own, as a frozen dataclass refuses its own
             self._add(Place(path, name, read, functools.partial(_set_slot, value, name)))
 
@@ -202,7 +226,7 @@ class Reached:
 
     def _visit_items(self, items: Any, path: str) -> None:
         if not isinstance(items, tuple):
-            self.places.append(Place("", path, lambda: items, functools.partial(_refill, items), content=True))
+            self.places.append(Place("", path, lambda: items, functools.partial(refill, items), content=True))
         values = list(items.items()) if isinstance(items, dict) else list(enumerate(items))
         for key, item in values[:_MOST_ITEMS]:
             self._waiting.append((item, f"{path}[{key!r}]"))
@@ -214,24 +238,24 @@ class Reached:
             if isinstance(item, types.FunctionType | staticmethod | classmethod | property):
                 self._waiting.append((_function_of(item), f"{cls.__name__}.{name}"))
             elif not name.startswith("__"):
-                read = functools.partial(getattr, cls, name, _missing)
+                read = functools.partial(getattr, cls, name, missing)
                 self._add(Place(cls.__name__, name, read, functools.partial(setattr, cls, name)))
 
     def _add(self, place: Place) -> None:
         value = place.read()
         self.places.append(place)
-        if not isinstance(value, _SCALARS):
+        if not isinstance(value, SCALARS):
             self._waiting.append((value, str(place)))
 
 
 def _place(owner: str, names: dict[Any, Any], name: Any) -> Place:
     def write(value: Any) -> None:
-        if value is _missing:
+        if value is missing:
             names.pop(name, None)
         else:
             names[name] = value
 
-    return Place(owner, str(name), lambda: names.get(name, _missing), write)
+    return Place(owner, str(name), lambda: names.get(name, missing), write)
 
 
 def _cell_place(name: str, cell: types.CellType) -> Place:
@@ -239,45 +263,13 @@ def _cell_place(name: str, cell: types.CellType) -> Place:
         try:
             return cell.cell_contents
         except ValueError:  # not bound yet
-            return _missing
+            return missing
 
     def write(value: Any) -> None:
-        if value is not _missing:
+        if value is not missing:
             cell.cell_contents = value
 
     return Place("", name, read, write)
-
-
-def _same(before: Any, now: Any) -> bool:
-    if isinstance(before, _Content):
-        return bool(before == now)
-    if isinstance(before, _SCALARS):
-        # NaN is what it was.
-        return type(before) is type(now) and bool(before == now or before != before)
-    return before is now
-
-
-class _Content:
-    """What a container held."""
-
-    def __init__(self, items: Any) -> None:
-        self.kind = type(items)
-        self.items: list[Any] = list(items.items()) if isinstance(items, dict) else list(items)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content) or self.kind is not other.kind or len(self.items) != len(other.items):
-            return False
-        if issubclass(self.kind, dict):
-            return all(a[0] == b[0] and _same(a[1], b[1]) for a, b in zip(self.items, other.items, strict=True))
-        return all(_same(a, b) for a, b in zip(self.items, other.items, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _refill(items: Any, before: Any) -> None:
-    held = before.items if isinstance(before, _Content) else list(before)
-    items.clear()
-    items.update(held) if isinstance(items, dict | set) else items.extend(held)
 
 
 def _as_names(slots: Any) -> tuple[str, ...]:
@@ -285,7 +277,7 @@ def _as_names(slots: Any) -> tuple[str, ...]:
 
 
 def _set_slot(value: Any, name: str, held: Any) -> None:
-    if held is not _missing:
+    if held is not missing:
         object.__setattr__(value, name, held)
     elif hasattr(value, name):
         object.__delattr__(value, name)
@@ -311,6 +303,19 @@ def _function_of(item: Any) -> Any:
 
 def _title(root: Any) -> str:
     return getattr(root, "__name__", None) or type(root).__name__
+
+
+def host_tensor_places(reached: Reached) -> list[Place]:
+    """Tensors in host memory, beside which there is a device: work on them is not in a graph."""
+    found = [t for t in reached.objects if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
+    return [
+        Place("host memory", f"a host tensor of shape {tuple(t.shape)}", functools.partial(_version, t), lambda _: None)
+        for t in found
+    ]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @functools.lru_cache(maxsize=4096)
@@ -346,30 +351,3 @@ def code_seen() -> Iterator[set[types.CodeType]]:
         yield seen
     finally:
         sys.setprofile(before)
-
-
-def described(value: Any) -> str:
-    """A value of Python's in a few words, for a message."""
-    if value is _missing:
-        return "nothing"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Position):
-        return "a position"
-    if isinstance(value, _Content):
-        return format_plural(len(value.items), "item")
-    if isinstance(value, Mapping | list | set | deque):
-        return format_plural(len(value), "item")
-    text = repr(value) if isinstance(value, _SCALARS) else f"a {type(value).__name__}"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def described_change(before: Any, after: Any) -> str:
-    """What a value was and is; of two containers of one length the first item that differs."""
-    if isinstance(before, _Content) and isinstance(after, _Content) and len(before.items) == len(after.items):
-        is_dict = issubclass(before.kind, dict)
-        for index, (old, new) in enumerate(zip(before.items, after.items, strict=True)):
-            key, one, other = (old[0], old[1], new[1]) if is_dict and old[0] == new[0] else (index, old, new)
-            if not _same(one, other):
-                return f"[{key!r}] {described(one)} -> {described(other)}"
-    return f"{described(before)} -> {described(after)}"

@@ -21,7 +21,8 @@ from perfdoctor.treat import graph_optimizers
 from perfdoctor.treat.graph_batch import map_tensors
 from perfdoctor.treat.graph_capture import CapturedRun, GraphMemory, detached, gradients, output_leaves, warm_up
 from perfdoctor.treat.graph_failure import failure
-from perfdoctor.treat.graph_python_state import Change, Place, PythonState, code_seen, described, described_change
+from perfdoctor.treat.graph_python_state import Change, Place, PythonState, code_seen
+from perfdoctor.treat.graph_values import described, described_change
 from perfdoctor.treat.snapshot import Snapshot
 from perfdoctor.watch.sync_guard import GuardedSite, SyncGuard, allow_sync, sync_guard
 

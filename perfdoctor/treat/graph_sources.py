@@ -16,6 +16,9 @@ from typing import Any
 
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.record.owners import USER, file_owner, shown_file
+from perfdoctor.record.syntax import parsed
+
+_MOST_CALLS = 4  # functions called by functions called ... by the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def construction(value: Any, spaces: list[NameSpace]) -> Site | None:
     wanted = type(value).__name__
     lines: dict[tuple[str, int], None] = {}
     for space in spaces:
-        names = _names_of(value, space)
+        names = names_of(value, space)
         calls = list(_constructions(space.file, wanted))
         bound = [line for line, target in calls if target in names and space.shows(target, line)]
         if bound:
@@ -96,7 +99,7 @@ def step_calls(value: Any, spaces: list[NameSpace]) -> list[Site]:
     """Lines with `name.step(...)` for a name that `value` is bound to."""
     found: dict[tuple[str, int], None] = {}
     for space in spaces:
-        for name in _names_of(value, space):
+        for name in names_of(value, space):
             lines = _method_calls(space.file, name, "step")
             found.update({(space.file, line): None for line in lines if space.shows(name, line)})
     return [site(*key) for key in found]
@@ -123,7 +126,7 @@ def _bindings(loop: ast.AST) -> Iterator[tuple[int, str]]:
 def assignment(value: Any, spaces: list[NameSpace]) -> Site | None:
     """The last line that assigns a name that `value` is bound to, itself or as an item of a tuple."""
     for space in spaces:
-        names = _names_of(value, space)
+        names = names_of(value, space)
         every = _assignments(space.file)
         lines = [line for line, target in every if target in names and space.shows(target, line)]
         if lines:
@@ -131,7 +134,8 @@ def assignment(value: Any, spaces: list[NameSpace]) -> Site | None:
     return None
 
 
-def _names_of(value: Any, space: NameSpace) -> set[str]:
+def names_of(value: Any, space: NameSpace) -> set[str]:
+    """The names there that are bound to `value`."""
     return {name for name, held in list(space.names.items()) if held is value}
 
 
@@ -181,10 +185,7 @@ def _last_name(node: ast.AST) -> str | None:
 @functools.lru_cache(maxsize=64)
 def syntax_tree(file: str) -> ast.Module:
     """The file's source; empty where it cannot be read."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
+    return parsed("".join(linecache.getlines(file))) or ast.Module(body=[], type_ignores=[])
 
 
 @functools.lru_cache(maxsize=64)
@@ -216,6 +217,44 @@ def _enclosing(file: str, line: int) -> Function:
     """The innermost function around the one that begins on `line`."""
     around = [f for f in functions(file) if f.first < line <= f.last]
     return max(around, key=lambda f: f.first, default=_WHOLE)
+
+
+def innermost(file: str, line: int) -> Function | None:
+    """The innermost function that a line stands in; None for the module's own lines."""
+    around = [f for f in functions(file) if f.first <= line <= f.last]
+    return max(around, key=lambda f: f.first, default=None)
+
+
+def is_space(function: Function, space: NameSpace) -> bool:
+    """Whether the name space is that function's own."""
+    return (function.first, function.last) == (space.first, space.last)
+
+
+def reached_functions(file: str, spaces: list[NameSpace]) -> set[Function | None]:
+    """The functions whose code runs around the step, by name; None stands for the module's own lines."""
+    seen: set[Function | None] = {None}
+    seen.update(f for f in functions(file) if any(is_space(f, space) for space in spaces))
+    for _ in range(_MOST_CALLS):
+        called = _called_names(file, seen)
+        more = {f for f in functions(file) if f.name in called and _outer(file, f) in seen} - seen
+        if not more:
+            break
+        seen |= more
+    return seen
+
+
+def _outer(file: str, function: Function) -> Function | None:
+    """The function that another is defined in: only from there (and below) can it be called by its name."""
+    around = [f for f in functions(file) if function.inside(f.first, f.last)]
+    return max(around, key=lambda f: f.first, default=None)
+
+
+def _called_names(file: str, seen: set[Function | None]) -> set[str]:
+    names = set()
+    for node in ast.walk(syntax_tree(file)):
+        if isinstance(node, ast.Call) and innermost(file, node.lineno) in seen:
+            names.add(node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", ""))
+    return names
 
 
 def site(file: str, line: int) -> Site:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import linecache
 import sys
 import threading
@@ -10,19 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import CO_GENERATOR
-from io import IOBase
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.record.owners import USER, file_owner, package_path, shown_file
+from perfdoctor.treat.graph_bindings import Bindings, Line
+from perfdoctor.treat.graph_calls import WRAPPED, builtin_kind, library_kind
 from perfdoctor.treat.graph_python_state import Change, Place
+from perfdoctor.treat.graph_randomness import draw_kind, is_device_draw, is_torch_generator
 from perfdoctor.treat.iterator_position import RUNNING, Position
 
-Line = tuple[CodeType, int]
-_CLOCKS = ("time", "_datetime", "datetime")
+__all__ = ["Line", "StepTrace", "pinning_threads", "site_at"]
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class StepTrace:
     """What one call did. Lines are in the order in which they first ran."""
 
     watched: Sequence[Place] = ()
+    bindings: Bindings = field(default_factory=Bindings)
     lines: dict[Line, int] = field(default_factory=dict)
     changes: list[tuple[Line, Change]] = field(default_factory=list)
     calls: list[tuple[Line, str, str]] = field(
@@ -38,6 +39,7 @@ class StepTrace:
     shapes: dict[tuple[Line, str], list[tuple[int, ...]]] = field(default_factory=dict)  # of tensors in local variables
     _shown: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)
+    _generators: list[int] = field(default_factory=list)  # torch's, among the watched
     _stack: list[tuple[FrameType, Line]] = field(default_factory=list)
 
     @contextmanager
@@ -45,6 +47,8 @@ class StepTrace:
         """Watch this thread; the trace and profile functions of before are back afterwards."""
         before = sys.gettrace(), sys.getprofile()
         self._held = [place.held() for place in self.watched]
+        self._generators = [i for i, place in enumerate(self.watched) if is_torch_generator(place)]
+        self.bindings.begin()
         sys.setprofile(self._profile)
         sys.settrace(self._trace)
         try:
@@ -76,7 +80,12 @@ class StepTrace:
         return self._local
 
     def _compare(self, inside: bool = False) -> None:
-        for index, place in enumerate(self.watched):
+        self.bindings.look(self._stack[-1][1] if self._stack else None)
+        self._compare_places(range(len(self.watched)), inside)
+
+    def _compare_places(self, indices: Sequence[int], inside: bool = False) -> None:
+        for index in indices:
+            place = self.watched[index]
             now = place.held()
             # The line that draws from a generator is told, not those inside it.
             if now is RUNNING or (inside and isinstance(now, Position)):
@@ -102,51 +111,22 @@ class StepTrace:
         if not self._stack:
             return
         here, line = self._stack[-1]
+        if self._generators and event in ("call", "return") and draw_kind(frame.f_code):
+            if event == "return" and is_device_draw(frame):
+                for index in self._generators:
+                    self._held[index] = self.watched[index].held()
+            else:
+                self._compare_places(self._generators)
         if event == "c_call" and frame is here:
-            kind = _builtin_kind(arg)
+            kind = builtin_kind(arg)
             if kind:
                 self.calls.append((line, kind, getattr(arg, "__qualname__", str(arg))))
-        elif event == "call" and frame.f_back is here:
-            kind = _library_kind(frame.f_code)
-            if kind:
+        elif event == "call":
+            kind = library_kind(frame.f_code)
+            if kind and (frame.f_back is here or kind in WRAPPED):
                 self.calls.append((line, kind, frame.f_code.co_qualname))
         elif event == "return" and frame.f_back is here and _copied_from_host(frame, arg):
             self.calls.append((line, "host-copy", frame.f_code.co_name))
-
-
-def _builtin_kind(function: Any) -> str:
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__name__", "")
-    module = getattr(function, "__module__", None) or type(owner).__module__
-    if module in _CLOCKS and name not in ("sleep", "strftime"):
-        return "clock"
-    if isinstance(owner, type) and owner.__module__ == "datetime" and name in ("now", "utcnow", "today"):
-        return "clock"
-    if isinstance(owner, IOBase) and name in ("write", "writelines"):
-        return "file"
-    if name == "urandom":
-        return "entropy"
-    if (module, name) == ("_warnings", "warn"):
-        return "warn"
-    return "print" if function is print else ""
-
-
-def _library_kind(code: CodeType) -> str:
-    path = package_path(code.co_filename).replace("\\", "/")
-    file = path.rpartition("/")[2]
-    if (code.co_name, file) == ("start", "threading.py") or (
-        code.co_name == "submit" and path.endswith("concurrent/futures/thread.py")
-    ):
-        return "thread"
-    if code.co_name == "__next__" and path.endswith("torch/utils/data/dataloader.py"):
-        return "loader"
-    if path.endswith("/logging/__init__.py"):
-        return "log"
-    if file in ("uuid.py", "secrets.py"):
-        return "entropy"
-    if code.co_name == "warn" and file in ("warnings.py", "_py_warnings.py"):  # in Python itself from 3.14 on
-        return "warn"
-    return ""
 
 
 def _copied_from_host(frame: FrameType, result: Any) -> bool:
@@ -156,25 +136,6 @@ def _copied_from_host(frame: FrameType, result: Any) -> bool:
     source = frame.f_locals.get("self")
     moved = isinstance(result, torch.Tensor) and result.is_cuda
     return moved and isinstance(source, torch.Tensor) and not source.is_cuda
-
-
-def gradient_writes(lines: Sequence[Line]) -> list[Line]:
-    """Of the lines that ran, those that bind another tensor to a `.grad` (None is no rebinding)."""
-    wanted = set(lines)
-    found: dict[Line, None] = {}
-    for code in dict.fromkeys(code for code, _ in lines):
-        current = code.co_firstlineno
-        earlier: list[dis.Instruction] = []
-        for instruction in dis.get_instructions(code):
-            if isinstance(instruction.starts_line, int) and not isinstance(instruction.starts_line, bool):
-                current = instruction.starts_line
-            line: int = getattr(instruction, "line_number", None) or current
-            if instruction.opname == "STORE_ATTR" and instruction.argval == "grad":
-                cleared = any(e.opname in ("LOAD_CONST", "RETURN_CONST") and e.argval is None for e in earlier[-2:])
-                if (code, line) in wanted and not cleared:
-                    found[code, line] = None
-            earlier.append(instruction)
-    return list(found)
 
 
 def site_at(line: Line) -> Site:

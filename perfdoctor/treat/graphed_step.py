@@ -34,13 +34,17 @@ from perfdoctor.record import crossings
 from perfdoctor.treat import graph_optimizers
 from perfdoctor.treat.graph_batch import batch_key
 from perfdoctor.treat.graph_capture import GraphMemory, detached
+from perfdoctor.treat.graph_key import difference, held, modes, module_numbers
 from perfdoctor.treat.graph_python_state import Place, Reached
 from perfdoctor.treat.graph_recording import FrozenStateWarning, Parts, StepGraph, record_step
 from perfdoctor.treat.snapshot import Models, Optimizers, as_tuple
+from perfdoctor.treat.step_function import require_step
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 
 __all__ = ["GRAPHED_STEP", "FrozenStateWarning", "GraphLimitWarning", "GraphedStep", "graphed_step"]
 
+_MOST_NEW = 8
+_MOST_SEEN = 10_000
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
@@ -76,8 +80,11 @@ def graphed_step(
         UsageError: wrong arguments.
         TreatmentRefused: the step cannot be a graph; the message names the line and the change. Nothing has changed.
     """
-    if not callable(train_step):
-        raise UsageError(f"graphed_step needs a function as its first argument, got {type(train_step).__name__}")
+    require_step(train_step, "graphed_step")
+    if isinstance(train_step, GraphedStep):
+        raise UsageError("graphed_step got a graphed step: give it the train_step that this one was made from")
+    if not isinstance(clone_outputs, bool):
+        raise UsageError(f"graphed_step(clone_outputs={clone_outputs!r}): expected True or False")
     if not (_is_count(max_graphs, 1) and _is_count(warmup, 2)):
         raise UsageError(
             f"graphed_step(max_graphs={max_graphs!r}, warmup={warmup!r}): expected whole numbers, at least 1 graph and "
@@ -109,8 +116,10 @@ class GraphedStep:
         self._seen: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
         self._modules = [m for model in parts.models for m in model.modules()]
+        self._numbers = module_numbers(self._modules)
         self._frozen: tuple[Place, ...] = ()
         self._addresses: tuple[int, ...] = ()
+        self._num_new = 0  # calls in a row that were of a new kind
         self._stale = False
         self._released = False
         self._warned = False
@@ -141,6 +150,7 @@ class GraphedStep:
             self.num_eager += 1
             return detached(self._parts.train_step(*batch), copy=False)
         self.num_replays += 1
+        self._num_new = 0
         return detached(graph.replay(tensors), copy=self._clone)
 
     def release(self) -> None:
@@ -180,10 +190,12 @@ class GraphedStep:
     def _admitted(self, key: Hashable, batch: tuple[Any, ...]) -> StepGraph | None:
         """A graph for a key that has none, where it may have one."""
         self._seen[key] += 1
+        if self._seen[key] == 1:
+            self._note_new(key)
         if key in self._refused or self._seen[key] < 2:
             return None
         if len(self._graphs) >= self._max_graphs:
-            self._warn_of_limit(key)
+            self._warn_of_limit(key, f"{len(self._graphs)} graphs (max_graphs={self._max_graphs}) are in use", 4)
             return None
         try:
             self._capture(batch)
@@ -193,16 +205,23 @@ class GraphedStep:
             return None
         return self._graphs.get(key)
 
-    def _warn_of_limit(self, key: Hashable) -> None:
+    def _note_new(self, key: Hashable) -> None:
+        """Where each call brings something new there is never a second time, and so never a graph: say so."""
+        self._num_new += 1
+        if self._num_new >= _MOST_NEW and self._graphs:
+            self._warn_of_limit(key, f"the last {self._num_new} calls were each of a kind that had not come before", 5)
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+
+    def _warn_of_limit(self, key: Hashable, what: str, stacklevel: int) -> None:
         if self._warned:
             return
         self._warned = True
         warnings.warn(
-            f"{len(self._graphs)} graphs (max_graphs={self._max_graphs}) are in use; {_difference(key, self._graphs)}. "
-            "Such steps run eagerly. Pad batches to a few fixed shapes, pass changing numbers as device tensors, or "
-            "allow more graphs.",
+            f"{what}; {difference(key, self._graphs)}. Such steps run eagerly. Pad batches to a few fixed shapes, pass "
+            "changing numbers as device tensors, or allow more graphs.",
             GraphLimitWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
     def _key(self, batch_part: Hashable) -> tuple[Hashable, ...]:
@@ -211,8 +230,9 @@ class GraphedStep:
             graph_optimizers.frozen_numbers(self._parts.optimizers),
             tuple([m.training for m in self._modules]),
             tuple([p.requires_grad for p in self._parts.parameters]),
-            _modes(),
-            tuple([_held(place.read()) for place in self._frozen]),
+            modes(),
+            tuple([held(place.read()) for place in self._frozen]),
+            self._numbers(),
         )
 
     def _check_owner(self) -> None:
@@ -303,26 +323,11 @@ def _roots(modules: list[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
     return tuple(module for module in modules if id(module) not in inner)
 
 
-def _held(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    return value if isinstance(value, bool | int | float | str) else None
-
-
 def _keeps_casts() -> bool:
     """Whether a cast of a weight made now is used after the next update too: only the outermost region drops them."""
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting > 0 and torch.is_autocast_cache_enabled()
-
-
-def _modes() -> Hashable:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-    )
 
 
 def _marking(step: GraphedStep) -> Callable[[Any], None]:
@@ -334,20 +339,6 @@ def _marking(step: GraphedStep) -> Callable[[Any], None]:
             found._stale = True
 
     return mark
-
-
-_PARTS = (
-    "another shape, dtype or Python value in the batch came", "another number in a param group came",
-    "train/eval was switched", "requires_grad was switched", "autocast or grad mode was switched",
-    "a variable or attribute that the step reads was changed outside it (pass it in the batch, as a device tensor)",
-)  # fmt: skip
-
-
-def _difference(key: Any, known: dict[Hashable, Any]) -> str:
-    """What tells `key` from the graph that is nearest to it."""
-    others: list[Any] = list(known)
-    nearest = min(others, key=lambda other: sum(a != b for a, b in zip(key, other, strict=True)))
-    return ", ".join(text for text, a, b in zip(_PARTS, key, nearest, strict=True) if a != b)
 
 
 def _refuses(loop: Loop) -> str | None:

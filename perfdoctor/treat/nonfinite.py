@@ -139,6 +139,10 @@ class NonFiniteWatch:
         Raises UsageError for a loss that is no number, or where the first check lies in a graph capture.
         """
         by_hand = self._hooks is None
+        if loss is None and not by_hand:
+            raise UsageError(
+                "check() got no loss (does train_step return it?); inside `with watch:` it checks nothing else"
+            )
         if by_hand and self._on_hit == "skip":
             raise UsageError("on_hit='skip' works through hooks on the optimizers: put the loop inside `with watch:`")
         pairs = self._pairs if by_hand else []

@@ -314,7 +314,7 @@ def _is_copied_directly(tensor: torch.Tensor, spec: Spec) -> bool:
 
 
 def _require_iterable(loader: Any) -> None:
-    if isinstance(loader, (str, bytes, torch.Tensor)) or not hasattr(loader, "__iter__"):
+    if isinstance(loader, (str, bytes, torch.Tensor, type)) or not hasattr(loader, "__iter__"):
         raise UsageError(
             f"DevicePrefetcher: expected an iterable of batches (a DataLoader, a list, a generator); "
             f"got {type(loader).__name__}"

@@ -1,4 +1,4 @@
-"""Lines of the user's source that write an optimizer's learning rate: `group["lr"] = ...`."""
+"""Lines of the user's source that write a number of an optimizer's param groups: `group["lr"] = ...`."""
 
 from __future__ import annotations
 
@@ -7,71 +7,58 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from perfdoctor.record.capture import Site
-from perfdoctor.treat.graph_sources import Function, NameSpace, functions, site, syntax_tree
+from perfdoctor.treat.graph_sources import Function, NameSpace, innermost, reached_functions, site, syntax_tree
 
-_MOST_CALLS = 4  # functions called by functions called ... by the loop
 _absent = object()
 
 
-def rate_writes(optimizers: Sequence[Any], spaces: list[NameSpace]) -> list[Site]:
-    """Lines that write `["lr"]` of a param group of these optimizers, as far as names tell.
+def rate_writes(optimizers: Sequence[Any], spaces: list[NameSpace]) -> list[tuple[Site, str]]:
+    """Lines that write a number of a param group of these optimizers, as far as names tell, and which number.
 
     Looked at: code where the step and its callers stand, and the functions of these files that are called from there.
     """
-    found: dict[tuple[str, int], Site] = {}
+    numbers = {
+        name
+        for opt in optimizers
+        for group in opt.param_groups
+        for name, value in group.items()
+        if _number(name, value)
+    }
+    found: dict[tuple[str, int, str], Site] = {}
     for file in dict.fromkeys(space.file for space in spaces):
         here = [space for space in spaces if space.file == file]
-        seen = _seen(file, here)
-        for line, holder in _writes(file):
-            owner = _innermost(file, line)
-            if owner in seen and _fits(holder, line, owner, optimizers, here):
-                found[file, line] = site(file, line)
-    return list(found.values())
+        seen = reached_functions(file, here)
+        for line, name, holder in _writes(file):
+            owner = innermost(file, line)
+            if name in numbers and owner in seen and _fits(holder, line, owner, optimizers, here):
+                found[file, line, name] = site(file, line)
+    return [(where, name) for (_, _, name), where in found.items()]
 
 
-def _seen(file: str, spaces: list[NameSpace]) -> set[Function | None]:
-    """The functions whose code runs around the step; None stands for the module's own lines."""
-    seen: set[Function | None] = {None}
-    seen.update(f for f in functions(file) if any(_is_space(f, space) for space in spaces))
-    for _ in range(_MOST_CALLS):
-        called = _called_names(file, seen)
-        more = {f for f in functions(file) if f.name in called} - seen
-        if not more:
-            break
-        seen |= more
-    return seen
+def _number(name: str, value: Any) -> bool:
+    return name == "lr" or (
+        type(value) in (bool, int, float, tuple) and not name.startswith(("initial_", "max_", "min_"))
+    )
 
 
-def _is_space(function: Function, space: NameSpace) -> bool:
-    return (function.first, function.last) == (space.first, space.last)
-
-
-def _called_names(file: str, seen: set[Function | None]) -> set[str]:
-    names = set()
+def _writes(file: str) -> Iterator[tuple[int, str, ast.expr]]:
+    """(line, key, the dict that is written) of every `... ["lr"] = `, `....update(lr=...)` and their like."""
     for node in ast.walk(syntax_tree(file)):
-        if isinstance(node, ast.Call) and _innermost(file, node.lineno) in seen:
-            names.add(node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", ""))
-    return names
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in [leaf for t in targets for leaf in (t.elts if isinstance(t, ast.Tuple | ast.List) else [t])]:
+                key = target.slice if isinstance(target, ast.Subscript) else None
+                if isinstance(target, ast.Subscript) and isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield target.lineno, key.value, target.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            yield from ((node.lineno, name, node.func.value) for name in _updated(node))
 
 
-def _innermost(file: str, line: int) -> Function | None:
-    around = [f for f in functions(file) if f.first <= line <= f.last]
-    return max(around, key=lambda f: f.first, default=None)
-
-
-def _writes(file: str) -> Iterator[tuple[int, ast.expr]]:
-    """(line, what is subscripted) of every `... ["lr"] = `."""
-    for node in ast.walk(syntax_tree(file)):
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-            targets = [node.target]
-        else:
-            continue
-        for target in targets:
-            key = target.slice if isinstance(target, ast.Subscript) else None
-            if isinstance(target, ast.Subscript) and isinstance(key, ast.Constant) and key.value == "lr":
-                yield target.lineno, target.value
+def _updated(call: ast.Call) -> Iterator[str]:
+    yield from (keyword.arg for keyword in call.keywords if keyword.arg is not None)
+    for given in call.args:
+        if isinstance(given, ast.Dict):
+            yield from (k.value for k in given.keys if isinstance(k, ast.Constant) and isinstance(k.value, str))
 
 
 def _fits(
@@ -104,7 +91,7 @@ def _bound_to_groups(file: str, name: str, owner: Function | None) -> list[str]:
             target, value = node.targets[0], node.value
         else:
             continue
-        if _innermost(file, target.lineno) == owner and name in _stored(target):
+        if innermost(file, target.lineno) == owner and name in _stored(target):
             owners += _group_owners(value)
     return owners
 

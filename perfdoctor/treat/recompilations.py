@@ -13,12 +13,12 @@ _BATCH = (
     "torch._dynamo.mark_dynamic(x, {dim}) before the first call"
 )
 _FLOAT = (
-    "pass it as a tensor: lr = torch.tensor(0.1, device=...), changed with lr.fill_(value); "
+    "hold it in a tensor made once ({short} = torch.tensor({old}, device=...)) and changed with {short}.fill_(value); "
     "or keep it out of the compiled function"
 )
 _COUNTER = (
-    "keep the counter outside the compiled function, or as a tensor (register_buffer, self.step.add_(1)): "
-    "a Python number is a constant of the graph"
+    "keep a counter outside the compiled function, or in a tensor made once and changed in place (register_buffer, "
+    "add_(1)); keep a size or a number of rounds to a few values"
 )
 _OTHER = "pass the same value each time, or decide outside the compiled function"
 
@@ -28,7 +28,8 @@ class Recompilation:
     """A function that was compiled again, and the guard that did not hold.
 
     `count`: how often, by guards of this kind. `at_calls`: indices of the calls during which it happened (0 is the
-    first call). `limit_hit`: dynamo reached its limit and runs what is new eagerly from then on.
+    first call). `call` is None where graph_breaks makes the call itself. `limit_hit`: dynamo reached its limit and runs
+    what is new eagerly from then on.
     """
 
     function: Frame  # the function that was compiled again, at its first line
@@ -40,11 +41,13 @@ class Recompilation:
     count: int
     at_calls: tuple[int, ...] = ()
     limit_hit: bool = False
+    cause: Frame | None = None  # the line that built the loader whose last batch is smaller
 
     def __str__(self) -> str:
         where = f"{self.call or self.function}  {self.function.function} compiled again {_times(self.count)}"
         limit = "\n    the limit of recompilations is reached: it runs eagerly now" if self.limit_hit else ""
-        return f"{where}\n    {self.reason} (guard: {self.guard}){limit}\n    do: {self.change}"
+        cause = f"\n    the last batch of the loader built at {self.cause}" if self.cause is not None else ""
+        return f"{where}\n    {self.reason} (guard: {self.guard}){cause}{limit}\n    do: {self.change}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +94,18 @@ def _value_words(name: str, old: str) -> GuardWords:
     """A Python value that is a constant of the graph: an argument, a global, an attribute or an item."""
     is_float = re.fullmatch(r"-?(?:\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)", old) is not None
     is_number = is_float or re.fullmatch(r"-?\d+", old) is not None
-    held = re.fullmatch(r"G\['(\w+)'\]", name)
-    what, kind = f"the argument {name}", "number" if is_number else "value"
+    held = re.fullmatch(r"G\['(\w+)'\](?P<rest>.*)", name)
+    position = re.fullmatch(r"args\[\d+\]", name)
+    what, kind = f"the {'number' if is_number else 'value'} {_named(name)}", "number" if is_number else "value"
     if held:
-        what, kind = f"the global {held[1]}", "global"
-    elif re.search(r"[.\[]", name):
+        what, kind = f"the global {held[1]}{held['rest']}", "global"
+    elif re.fullmatch(r"list\(dict\.keys\((.+)\)\)\[\d+\]", name):
+        what, kind = f"a key of {name[15:].partition(')')[0]}", "keys"
+    elif re.search(r"[.\[]", name) and not position:
         what, kind = name, "attribute"
     reason = f"{what} is a constant of the graph: it was {old} and changed"
-    change = _FLOAT if is_float else _COUNTER if is_number else _OTHER
+    short = "lr" if position else re.sub(r"^.*\[['\"](\w+)['\"]\]$|^.*\.(\w+)$", lambda m: m[1] or m[2], name)
+    change = _FLOAT.format(short=short, old=old) if is_float else _COUNTER if is_number else _OTHER
     return GuardWords(kind=kind, reason=reason, change=change)
 
 
@@ -150,9 +157,18 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         "call it in the same modes each time: one compiled function for training, another for evaluation",
     ),
     (
+        r"expected type of '(?P<name>.+?)' to be a tensor type,.*found (?P<new>.+)",
+        "object", "{name} is of another type now: {new}", "pass the same type of tensor each time",
+    ),
+    (
         r"\btraining\b",
         "training mode", "the model went from train() to eval() or back",
         "two versions, one for each mode, are as it should be; do not switch inside the step",
+    ),
+    (
+        r"(?:set|dict|list)\.__contains__\((?P<name>[^,()]+)|(?P<word>.+) in (?P<type>.+)",
+        "keys", "a container that the code looks into holds other things than before",
+        "pass containers with the same keys each time, or decide outside the compiled function",
     ),
     (
         r"len\((?P<name>[^()]+)\)",

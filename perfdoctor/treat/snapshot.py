@@ -12,6 +12,7 @@ Python, numpy, torch on the CPU and on CUDA. Python attributes of the user's own
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -140,13 +141,12 @@ class Snapshot:
     random: RandomState
 
     @classmethod
-    def take(
-        cls, models: Models, optimizers: Optimizers = (), *, generators: Iterable[torch.Generator] = ()
-    ) -> Snapshot:
+    def take(cls, models: Models, optimizers: Optimizers = (), *, generators: Iterable[Any] = ()) -> Snapshot:
         """Copy the state of modules (or bare parameters) and optimizers, any number of each, and random states.
 
         Copies lie on the tensors' own device where they leave room for a step, else on the host. `generators`: those
-        beside torch's default ones. Waits for the device only where the host has to hold the copies.
+        beside the default ones: torch's, numpy's or Python's own. Waits for the device only where the host has to hold
+        the copies.
         """
         roots = as_tuple(models, (torch.nn.Module, torch.Tensor))
         opts = as_tuple(optimizers, torch.optim.Optimizer)
@@ -189,17 +189,17 @@ class RandomState:
     numpy: Any
     host: torch.Tensor
     device: tuple[torch.Tensor, ...]
-    generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
+    generators: tuple[tuple[Any, Any], ...]
 
     @classmethod
-    def take(cls, generators: Iterable[torch.Generator] = ()) -> RandomState:
+    def take(cls, generators: Iterable[Any] = ()) -> RandomState:
         numpy = sys.modules.get("numpy")
         return cls(
             random.getstate(),
             numpy.random.get_state() if numpy is not None else None,
             torch.get_rng_state(),
             tuple(torch.cuda.get_rng_state_all()) if _cuda_in_use() else (),
-            tuple((generator, generator.get_state()) for generator in generators),
+            tuple((generator, _state_of(generator)) for generator in generators),
         )
 
     def restore(self) -> None:
@@ -210,7 +210,23 @@ class RandomState:
         if self.device and _cuda_in_use():
             torch.cuda.set_rng_state_all(self.device)
         for generator, state in self.generators:
-            generator.set_state(state)
+            _set_state(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    numpys = getattr(generator, "bit_generator", None)
+    return copy.deepcopy(numpys.state) if numpys is not None else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

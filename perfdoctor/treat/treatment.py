@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
+from perfdoctor.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """A training loop, as far as a door can see it: a field is None (or empty) where it cannot.
 
     `train_step(*batch) -> loss` runs one whole step: forward, backward, update, zero_grad. `loader` gives the batches.
+
+    Raises:
+        UsageError: `device`, `model` or `optimizers` is of another kind.
     """
 
     device: torch.device
@@ -23,6 +28,18 @@ class Loop:
     loader: Iterable[Any] | None = None
     train_step: Callable[..., Any] | None = None
     sample_batch: tuple[Any, ...] | None = None  # what train_step takes, on the device
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, torch.device):
+            raise UsageError(f"Loop(device={self.device!r}): needs a torch.device, as torch.device('cuda')")
+        if not isinstance(self.model, torch.nn.Module | None):
+            raise UsageError(f"Loop(model=...) needs a torch.nn.Module, not {type(self.model).__name__}")
+        optimizers: Any = self.optimizers
+        if not isinstance(optimizers, tuple | list):
+            raise UsageError(f"Loop(optimizers=...) needs a tuple of optimizers, not {type(optimizers).__name__}")
+        for each in optimizers:
+            if not hasattr(each, "param_groups"):
+                raise UsageError(f"Loop(optimizers=...) holds {type(each).__name__}, which is no optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

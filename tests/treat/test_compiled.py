@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from torch import nn
 
 from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat.compiled import compile_model
+from perfdoctor.treat.graph_breaks import graph_breaks
+from perfdoctor.treat.graph_obstacles import graph_obstacles
 from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop
 
@@ -27,6 +30,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    gc.collect()  # models of this test end their logs
 
 
 class Small(nn.Module):
@@ -41,6 +45,41 @@ class Small(nn.Module):
         if x.shape[0] == 7:
             print("seven")
         return h.square()
+
+
+def test_a_reset_of_dynamo_does_not_end_the_timing() -> None:
+    held = compile_model(Small(), backend="aot_eager")
+    torch._dynamo.reset()
+    other = compile_model(Small(), backend="aot_eager")
+    torch._dynamo.reset()
+    for _ in range(2):  # the first frame after a reset tells us of it
+        held(torch.randn(5, 4)).sum().backward()
+        torch.compile(nn.Linear(4, 4), backend="aot_eager")(torch.randn(5, 4))
+        other(torch.randn(5, 4)).sum().backward()
+    assert other.report().compile_s > 0
+    held.undo()
+    other.undo()
+
+
+def test_what_a_step_does_to_a_compiled_model_is_put_back() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model.calls = 0  # type: ignore[assignment]
+    compiled = compile_model(model, fullgraph=False, backend="eager")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model.calls += 1  # type: ignore[operator]
+        loss: torch.Tensor = compiled(x).sum()
+        loss.backward()
+        return loss
+
+    for watch in (graph_breaks, graph_obstacles):
+        for given in (step, compiled):
+            watch(given, torch.randn(6, 4))
+            assert model.calls == 0
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert all(p.grad is None for p in model.parameters())
+    compiled.undo()
 
 
 def test_calls_are_compiled_in_place_with_the_keys_as_before() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import inspect
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import torch._dynamo.convert_frame as convert_frame
 import torch._dynamo.symbolic_convert as symbolic_convert
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from perfdoctor.errors import UsageError
 from perfdoctor.treat.graph_breaks import GraphBreaks, graph_breaks
@@ -102,6 +106,39 @@ def measures_a_text(x: torch.Tensor) -> torch.Tensor:
     return x * len(text)
 
 
+def tells_the_day(x: torch.Tensor) -> torch.Tensor:
+    day = datetime.datetime.now()
+    return x * day.day
+
+
+LOCK = threading.Lock()
+
+
+def locks(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    with LOCK:
+        y = y.cos()
+    return y
+
+
+def counts_up_to_a_tensor(x: torch.Tensor) -> torch.Tensor:
+    for _ in range((x > 0).sum()):  # type: ignore[call-overload]
+        x = x.sin()
+    return x
+
+
+def sorts_in_python(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack(sorted(x[0]))  # type: ignore[type-var]
+
+
+def encodes(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.one_hot((x > 0).long()).sum()
+
+
+def copies(x: torch.Tensor) -> torch.Tensor:
+    return copy.deepcopy(x).sin()
+
+
 def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() @ x).relu().sum()
 
@@ -116,6 +153,12 @@ def whole(x: torch.Tensor) -> torch.Tensor:
         (loops, [("print(x.shape)", "print")]),
         (makes_a_parameter, [("requires_grad=True", "requires_grad")]),
         (measures_a_text, [("len(text)", "exception")]),
+        (tells_the_day, [("datetime.now", "clock")]),
+        (locks, [("with LOCK", "thread")]),
+        (counts_up_to_a_tensor, [("range(", "item")]),
+        (sorts_in_python, [("sorted(", "item")]),
+        (encodes, [("one_hot", "mask")]),
+        (copies, [("deepcopy", "deepcopy")]),
         (whole, []),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -260,6 +303,11 @@ def test_dtype_and_grad_mode() -> None:
         ("self.training", "training mode"),
         ("len(xs) == 3", "length"),
         ("___check_obj_id(fn, 140)", "object"),
+        ("G['CONFIG']['w'] == 2", "global"),
+        ("args[1] == 0.5", "number"),
+        ("list(dict.keys(d))[0] == 'a'", "keys"),
+        ("set.__contains__(names, 'a')", "keys"),
+        ("expected type of 'x' to be a tensor type, ' but found <class 'torch.nn.parameter.Parameter'>", "object"),
         ("GLOBAL_STATE changed: grad_mode", "grad mode"),
         ("something new", "other"),
     ],
@@ -279,6 +327,67 @@ def test_the_guard_is_cut_out_of_dynamos_line() -> None:
     )
     assert first_guard(["0/0: BACKEND_MATCH failure: another backend"]) is None
     assert first_guard([]) is None
+
+
+def test_the_limit_under_fullgraph_is_listed_and_no_error() -> None:
+    fast = torch.compile(scaled, backend="eager", dynamic=False, fullgraph=True)
+    found = graph_breaks(fast, calls=[(X, 0.1 * 0.9**i) for i in range(12)])
+    (again,) = found.recompilations
+    assert (again.kind, again.limit_hit, found.ended) == ("number", True, True)
+    assert again.count == torch._dynamo.config.cache_size_limit
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().sum()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_loader_of_a_ragged_last_batch_is_named(compiled: bool) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=8)
+    DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=7)
+    fn = torch.compile(nn.Linear(4, 4), backend="eager") if compiled else summed
+    (again,) = graph_breaks(fn, calls=[(x,) for (x,) in loader]).recompilations
+    assert again.cause is not None
+    assert again.cause.line == line_of(test_the_loader_of_a_ragged_last_batch_is_named, "loader = ")
+    assert f"the last batch of the loader built at {again.cause}" in str(again)
+
+
+def test_sizes_that_no_loader_gives_have_no_cause() -> None:
+    loader = DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=8, drop_last=True)
+    assert len(loader) == 2
+    (again,) = graph_breaks(scaled, calls=[(torch.randn(8, 4), 2.0), (torch.randn(4, 4), 2.0)]).recompilations
+    assert again.cause is None
+
+
+def test_the_line_that_asked_is_no_call_of_the_function() -> None:
+    (again,) = graph_breaks(scaled, calls=[(X, 0.1), (X, 0.2)]).recompilations
+    assert again.call is None
+    assert str(again).startswith(f"{__file__}:{line_of(scaled, 'def scaled')}")
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / self.tau
+
+
+def test_the_advice_for_a_float_attribute_works() -> None:
+    model = Annealed()
+
+    def step(x: torch.Tensor) -> Any:
+        out = fast(x)
+        model.tau *= 0.5
+        return out
+
+    fast = torch.compile(model, backend="eager", dynamic=False)
+    (again,) = graph_breaks(step, calls=[(X,)] * 4).recompilations
+    assert "tau = torch.tensor(1.0, device=...)" in again.change
+    assert "tau.fill_(value)" in again.change
+    model.tau = torch.tensor(1.0)  # type: ignore[assignment]
+    assert not graph_breaks(step, calls=[(X,)] * 4).recompilations
 
 
 # ---- nothing stays
@@ -370,7 +479,7 @@ def test_sizes_seen_here_do_not_make_later_compilations_dynamic() -> None:
 
 
 def test_wrong_use_says_what_is_needed() -> None:
-    with pytest.raises(UsageError, match="function or a module first, not Tensor"):
+    with pytest.raises(UsageError, match="a function or a module as its first argument, got Tensor"):
         graph_breaks(X)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not both"):
         graph_breaks(whole, X, calls=[(X,)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import inspect
+import io
 import itertools
 import os
+import queue
 import threading
 import time
 import uuid
@@ -14,11 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import perfdoctor
 from perfdoctor.treat.graph_obstacles import graph_obstacles
@@ -167,9 +173,96 @@ def that_warns(parts: Parts) -> Callable[..., Any]:
     return step
 
 
+def in_an_array(parts: Parts) -> Callable[..., Any]:
+    counts = np.zeros(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counts[1] += 1  # changes
+        return parts.trained(x)
+
+    return step
+
+
+def in_a_namespace(parts: Parts) -> Callable[..., Any]:
+    state, options = SimpleNamespace(step=0), argparse.Namespace(scale=1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.step += 1  # changes
+        options.scale *= 0.5  # changes
+        return parts.trained(x, options.scale)
+
+    return step
+
+
+def in_a_queue(parts: Parts) -> Callable[..., Any]:
+    losses: queue.Queue[Any] = queue.Queue()
+    others: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = parts.trained(x)
+        losses.put(loss.detach())  # changes
+        others.put(1)  # changes
+        return loss
+
+    return step
+
+
+def in_a_hook(parts: Parts) -> Callable[..., Any]:
+    calls, gradients = [0], [0]
+
+    def forward_hook(*_: Any) -> None:
+        calls[0] += 1  # changes
+
+    def gradient_hook(gradient: torch.Tensor) -> torch.Tensor:
+        gradients[0] += 1  # changes
+        return gradient * 0.5
+
+    parts.model.register_forward_hook(forward_hook)
+    parts.model.weight.register_hook(gradient_hook)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return parts.trained(x)
+
+    # the hooks are marked, not the step
+    step.marked = in_a_hook  # type: ignore[attr-defined]
+    return step
+
+
+def on_a_progress_bar(parts: Parts) -> Callable[..., Any]:
+    bar = tqdm(total=9, file=io.StringIO())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = parts.trained(x)
+        bar.update(1)  # changes
+        return loss
+
+    return step
+
+
+def by_a_bound_method(parts: Parts) -> Callable[..., Any]:
+    kept: list[torch.Tensor] = []
+    keep = kept.append
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = parts.trained(x)
+        keep(loss.detach())  # changes
+        return loss
+
+    return step
+
+
+def seeded(parts: Parts) -> Callable[..., Any]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)  # changes
+        return parts.trained(x)
+
+    return step
+
+
 KINDS = [
     on_slots, on_the_function, from_a_generator, from_count, from_cycle, from_a_list, of_the_day, in_a_counter,
-    from_the_system, that_warns,
+    from_the_system, that_warns, in_an_array, in_a_namespace, in_a_queue, in_a_hook, on_a_progress_bar, seeded,
+    by_a_bound_method,
 ]  # fmt: skip
 
 
@@ -178,7 +271,72 @@ KINDS = [
 def test_the_line_that_changes_is_named(make: Callable[..., Any]) -> None:
     parts = Parts()
     step = make(parts)
-    assert rows(step, parts.x) == [("capture-python-state", line) for line in lines_marked(step)]
+    marked = lines_marked(getattr(step, "marked", step))
+    assert rows(step, parts.x) == [("capture-python-state", line) for line in marked]
+
+
+def test_hooks_fire_on_a_model_that_was_moved_and_back() -> None:
+    model, gradients = nn.Linear(4, 2), []
+    model.weight.register_hook(gradients.append)
+    model.bias.register_post_accumulate_grad_hook(gradients.append)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    graph_obstacles(step, torch.ones(3, 4))
+    assert gradients == []
+    step(torch.ones(3, 4))
+    assert len(gradients) == 2
+
+
+def test_what_was_put_into_arrays_and_queues_is_taken_back() -> None:
+    parts, counts = Parts(), np.arange(3.0)
+    losses: queue.Queue[Any] = queue.Queue()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counts[:] = counts * 2
+        losses.put(x)
+        return parts.trained(x)
+
+    assert len(rows(step, parts.x)) == 2
+    assert counts.tolist() == [0, 1, 2]
+    assert (losses.qsize(), losses.unfinished_tasks) == (0, 0)
+
+
+def test_a_thread_of_the_users_that_works_on_the_device() -> None:
+    parts, ended = Parts(), threading.Event()
+
+    def feed() -> None:
+        while not ended.wait(0.01):
+            torch.ones(2).to("cpu")
+
+    def wait() -> None:
+        ended.wait()
+
+    feeder = threading.Thread(target=feed, name="feeder")
+    waiter = threading.Thread(target=wait)
+    feeder.start()
+    waiter.start()
+    try:
+        (row,) = graph_obstacles(parts.trained, parts.x)
+    finally:
+        ended.set()
+        feeder.join()
+        waiter.join()
+    assert (row.code, row.severity) == ("capture-other-thread", "handled")
+    assert row.site.text.startswith("feeder = ")
+
+
+def test_an_optimizer_that_no_line_names_is_told_by_its_step() -> None:
+    parts = Parts()
+    optimizer = [torch.optim.LBFGS, torch.optim.Adam][1](parts.model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        parts.model(x).sum().backward()
+        optimizer.step()  # stepped
+
+    (row,) = [row for row in graph_obstacles(step, parts.x) if row.code == "capture-optimizer"]
+    assert row.site.text.endswith("# stepped")
 
 
 def test_slots_and_function_attributes_are_put_back() -> None:
@@ -201,6 +359,9 @@ def test_a_file_that_is_written(tmp_path: Path) -> None:
         def step(x: torch.Tensor) -> torch.Tensor:
             loss = parts.trained(x)
             log.write("one more\n")  # changes
+            (tmp_path / "last").write_text("one")  # changes
+            with open(tmp_path / "again", "w"):  # changes
+                pass
             return loss
 
         assert rows(step, parts.x) == [("capture-python-state", line) for line in lines_marked(step)]
@@ -216,6 +377,21 @@ def test_iterators_of_the_step_itself_are_clean() -> None:
         return parts.trained(x, factors[0]) + 0 * first.sum()
 
     assert rows(step, parts.x) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_weights_that_torch_derives_before_each_forward_are_clean() -> None:
+    parts = Parts()
+    for derive in (nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
+        model = derive(nn.Linear(4, 2).cuda())
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+
+        def step(x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        assert rows(step, parts.x) == []
 
 
 def test_the_position_of_an_iterator_costs_no_draw() -> None:

@@ -1,5 +1,6 @@
 """graph_obstacles on what surrounds a step: gradients, optimizers, schedules, loaders, a GradScaler."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -56,6 +57,23 @@ def test_optimizers_and_schedules_are_named_where_they_are_built(device):
     assert row.site.frame.line == line_of(me, "lbfgs = ")
 
 
+def test_a_loader_that_pins_where_there_is_a_gpu(device):
+    model, opt, x, y = parts(device)
+    data, pinned = TensorDataset(torch.zeros(8, 4)), True
+    asked = DataLoader(data, batch_size=2, pin_memory=device == "cuda")
+    never = DataLoader(data, batch_size=2, pin_memory=not pinned)
+
+    def train_step(x, y):
+        opt.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        opt.step()
+
+    result = graph_obstacles(train_step, x, y)
+    me = test_a_loader_that_pins_where_there_is_a_gpu
+    assert found(result) == [("capture-other-thread", line_of(me, "asked = "))]
+    assert (asked.pin_memory, never.pin_memory) == (device == "cuda", False)
+
+
 def test_a_loader_that_pins(device):
     if device == "cpu":
         pytest.skip("without a device nothing is pinned")
@@ -85,7 +103,9 @@ def test_a_loader_that_pins(device):
 
 def test_grad_scaler_waits(device):
     model, opt, x, y = parts(device)
-    scaler = torch.amp.GradScaler("cuda", enabled=device == "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        scaler = torch.amp.GradScaler("cuda")
 
     def train_step(x, y):
         scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
@@ -93,5 +113,23 @@ def test_grad_scaler_waits(device):
         scaler.update()
         opt.zero_grad()
 
+    # Without a GPU torch switches the scaler off; on a GPU it would be on, and that is what is asked about.
+    before = dict(vars(scaler))
     rows = found(graph_obstacles(train_step, x, y), "capture-sync")
-    assert rows == ([("capture-sync", line_of(train_step, "scaler.step"))] if device == "cuda" else [])
+    assert rows == [("capture-sync", line_of(train_step, "scaler.step"))]
+    assert device == "cuda" or vars(scaler) == before
+
+
+def test_a_grad_scaler_that_the_user_switched_off(device):
+    model, opt, x, y = parts(device)
+    use_amp = False
+    named, constant = torch.amp.GradScaler("cuda", enabled=use_amp), torch.amp.GradScaler("cuda", enabled=False)
+
+    def train_step(x, y):
+        loss = constant.scale(named.scale(nn.functional.mse_loss(model(x), y)))
+        loss.backward()
+        named.step(opt)
+        constant.update()
+        opt.zero_grad()
+
+    assert found(graph_obstacles(train_step, x, y), "capture-sync") == []

@@ -135,6 +135,45 @@ def test_weight_decay_and_train_mode_are_other_graphs():
     assert step.num_replays == 1
 
 
+def test_numbers_of_torchs_modules_are_other_graphs():
+    model, opt, train_step = build()
+    step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
+    step(*batch())
+    for change, value in (("p", 0.5), ("p", 0.3)):
+        setattr(model[2], change, value)
+        replays = step.num_replays
+        step(*batch())
+        assert step.num_replays == replays + (value == 0.3)
+    model[1].momentum = 0.2
+    eager = step.num_eager
+    step(*batch())
+    assert step.num_eager == eager + 1
+
+
+def test_a_schedule_that_makes_every_step_new_is_told():
+    model, opt, train_step = build()
+    sched = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=99)  # cycles the betas too
+    step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            step(*batch())
+            sched.step()
+    assert [row.category for row in told] == [GraphLimitWarning]
+    assert "another number in a param group came" in str(told[0].message)
+    assert "calls were each of a kind that had not come before" in str(told[0].message)
+    assert told[0].filename == __file__
+
+
+def test_odd_batches_now_and_then_are_no_alarm():
+    model, opt, train_step = build()
+    step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
+    for rows in range(2, 22):
+        step(*batch(rows)) if rows != 6 else None
+        step(*batch())
+    assert step.num_replays == 20
+
+
 def test_a_loaded_checkpoint_is_followed():
     model, opt, train_step = build()
     step = graphed_step(train_step, *batch(), model=model, optimizer=opt)

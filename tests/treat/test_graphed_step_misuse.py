@@ -47,6 +47,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[..
         ({"warmup": "3"}, "warmup='3'"),
         ({"warmup": 2.5}, r"warmup=2\.5"),
         ({"warmup": 1}, "warmup=1"),
+        ({"clone_outputs": "no"}, "clone_outputs='no'"),
         ({"model": 3}, "expected a torch.nn.*Module or torch.*Tensor, one or several; got a int"),
         ({"optimizer": nn.Sequential(nn.ReLU())}, "expected a torch.optim.*Optimizer, one or several; got a ReLU"),
         ({"optimizer": "adam"}, "got a str"),
@@ -61,6 +62,13 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
     if "model" in options or "optimizer" in options:
         with pytest.raises(UsageError, match=message):
             graph_obstacles(step, x, **options)
+
+
+def test_a_graphed_step_is_no_train_step() -> None:
+    model, optimizer, x, train_step = parts()
+    step = graphed_step(train_step, x, model=model, optimizer=optimizer)
+    with pytest.raises(UsageError, match="give it the train_step that this one was made from"):
+        graphed_step(step, x, model=model, optimizer=optimizer)
 
 
 def test_after_release_it_runs_eagerly_and_the_optimizer_stays_as_it_was() -> None:

@@ -21,6 +21,16 @@ from perfdoctor.treat.nonfinite_hits import NonFiniteHit
 from perfdoctor.watch.sync_guard import sync_guard
 
 
+def test_a_step_that_returns_no_loss_is_told() -> None:
+    model = model_on("cpu")
+    watch = NonFiniteWatch(model)
+    with watch, pytest.raises(UsageError, match="does train_step return it"):
+        watch.check(None)
+    model(torch.ones(2, 3)).sum().backward()
+    watch.check()  # by hand, for the gradients alone
+    watch.step()
+
+
 def test_the_hooks_go_on_every_way_out() -> None:
     from torch.optim import optimizer as module
 

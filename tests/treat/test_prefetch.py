@@ -324,6 +324,7 @@ def test_a_data_loader_with_pinned_memory_and_a_last_partial_batch() -> None:
         ({"device": "cuda:7"}, "1 CUDA device"),
         ({"device": 3}, "1 CUDA device"),
         ({"loader": 5}, "got int"),
+        ({"loader": list}, "got type"),
         ({"loader": torch.ones(3)}, "got Tensor"),
     ],
 )

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_by_name
 from torch.utils.data import DataLoader, TensorDataset
 
 import perfdoctor
+from perfdoctor.errors import UsageError
 from perfdoctor.treat.cures import CURES, treatments_for
 from perfdoctor.treat.switches import TREATMENTS, treated, treatment
 from perfdoctor.treat.treatment import Loop
@@ -299,3 +300,20 @@ def test_no_treatment_adds_a_sync(name: str) -> None:
 
 
 # ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"device": "cuda"}, "Loop\\(device='cuda'\\): needs a torch.device"),
+        ({"device": torch.device("cpu"), "model": lambda x: x}, "needs a torch.nn.Module, not function"),
+        ({"device": torch.device("cpu"), "optimizers": torch.optim.SGD([torch.ones(1)])}, "needs a tuple .* not SGD"),
+        (
+            {"device": torch.device("cpu"), "optimizers": (torch.nn.Linear(1, 1),)},
+            "holds Linear, which is no optimizer",
+        ),
+    ],
+)
+def test_a_loop_of_other_things_says_what_it_needs(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Loop(**given)
