@@ -95,7 +95,8 @@ def _try(command: Command, options: argparse.Namespace) -> Any:
 
 def _treat(command: Command, options: argparse.Namespace) -> Outcome:
     with _device(options) as device:
-        from perfdoctor.doors.treatment_trial import INTERRUPTED, TreatmentOptions, try_treatments
+        from perfdoctor.doors.script_end import INTERRUPTED
+        from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
         from perfdoctor.report.progress import ProgressLine
         from perfdoctor.treat.switches import TREATMENTS
         from perfdoctor.trial.treatments_trial import TreatmentLimits

@@ -16,14 +16,13 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
+from perfdoctor.doors.script_end import INTERRUPTED
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Capture
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.watch.plan import Plan
-
-_INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
 
 
 class ScriptStopped(BaseException):
@@ -141,7 +140,7 @@ def execute_program(program: _Program) -> tuple[int, bool]:
         return _exit_code(error.code), False
     except KeyboardInterrupt:
         _print_error()
-        return _INTERRUPTED, False
+        return INTERRUPTED, False
     except BaseException:  # as the interpreter does at the end of a script
         _print_error()
         return 1, False

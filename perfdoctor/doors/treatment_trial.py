@@ -22,7 +22,7 @@ from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
-from perfdoctor.doors.script_end import ended_inside
+from perfdoctor.doors.script_end import INTERRUPTED, ended_inside
 from perfdoctor.doors.script_errors import caught_errors
 from perfdoctor.doors.session import Session
 from perfdoctor.doors.treatment_processes import TreatmentProcesses
@@ -46,7 +46,6 @@ from perfdoctor.watch.steps import StepDetector
 
 _MOST_RUNS = 4
 _OUR_HOOKS = "Using `torch.compile.module.` when there are global hooks"  # those that look for the model
-INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
 # Compiles for minutes: only where it is asked for.
 _DEAR = "compile_max_autotune"
 _ONE_OF_THEM = "one of them cannot be switched in a running process"

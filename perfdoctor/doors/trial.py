@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from perfdoctor.diagnose import diagnose
 from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.rank_gathering import rank_of_run
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
-from perfdoctor.doors.script_end import ended_inside
+from perfdoctor.doors.script_end import INTERRUPTED, ended_inside
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import SessionError, TrialRefused
 from perfdoctor.record.call_site import HitLog
@@ -27,6 +28,8 @@ from perfdoctor.trial.runner import Limits, Trial
 from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.suspects import MOST_SUSPECTS, Surroundings, choose_suspects
 from perfdoctor.watch.plan import Plan
+
+_PATIENCE = 3  # times that a script may catch its end in silence
 
 
 class LiveTrial:
@@ -77,6 +80,11 @@ class LiveTrial:
         return self._over
 
     @property
+    def begun(self) -> bool:
+        """Whether there was a trial, or a reason why there is none."""
+        return self._trial is not None or self.problem is not None
+
+    @property
     def measured(self) -> bool:
         """Whether there is an outcome."""
         return self._trial is not None and self.problem is None
@@ -124,9 +132,9 @@ class LiveTrial:
             optimizers = [each for ref in self._session.recorder.steps.optimizers.values() if (each := ref())]
             diagnosis = diagnose(self._session.assembled())
             surroundings = Surroundings(optimizers=tuple(optimizers), replay=self.replay)
-            suspects, left_out = choose_suspects(diagnosis, surroundings, self._suspects)
+            suspects = choose_suspects(diagnosis, surroundings)
             self._keep(optimizers)
-            trial = Trial(diagnosis, suspects, self.replay, limits=self._limits, left_out=left_out, ended=self._end)
+            trial = Trial(diagnosis, suspects, self.replay, limits=self._limits, most=self._suspects, ended=self._end)
             trial.start()
             self._trial = trial
         except Exception as error:  # told by report(): the user's loop goes on, or is stopped on purpose
@@ -210,7 +218,7 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
 
     Raises:
         UsageError: there is no such script or module, or it does not compile.
-        SessionError: the script ended before the trial began.
+        SessionError: the script ended, or failed, before the trial began.
         TrialRefused: a trial of this loop would be wrong; several ranks, say.
     """
     options = options or TrialOptions()
@@ -219,7 +227,7 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
     session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
     if options.progress is not None:
         session.tell(options.progress)
-    live = LiveTrial(session, options.limits, suspects=options.suspects, ended=_stop, restored=False)
+    live = LiveTrial(session, options.limits, suspects=options.suspects, ended=_Stop(session), restored=False)
     box = Sandbox()
     with ExitStack() as stack:
         stack.enter_context(kept_settings())
@@ -230,6 +238,10 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
         stack.callback(live.close)
         session.recorder.batches.patch_loaders()
         exit_code, stopped = execute_program(program)
+    if exit_code == INTERRUPTED and not live.begun:
+        raise KeyboardInterrupt
+    if exit_code and not live.begun:
+        raise SessionError(f"{target} failed (exit code {exit_code}) before the trial began; what it said stands above")
     outcome = live.outcome()
     outcome = replace(
         outcome,
@@ -239,8 +251,25 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
     return ScriptTrial(outcome=outcome, exit_code=exit_code, stopped=stopped)
 
 
-def _stop() -> None:
-    raise ScriptStopped
+class _Stop:
+    """Ends the script; again at each later step, where it catches what ends it (a bare `except:`)."""
+
+    def __init__(self, session: Session) -> None:
+        self._recorder = session.recorder
+        self._times = 0
+
+    def __call__(self) -> None:
+        self._times += 1
+        self._recorder.following = lambda _: self()
+        self._recorder.steps.idle = False
+        if self._times == _PATIENCE:
+            print(
+                "perfdoctor: the trial is over, but the script catches what ends it (a bare `except:` around its loop, "
+                "say): the report comes when it ends by itself. Let such a line catch `Exception`",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise ScriptStopped
 
 
 def stream_notes(replay: LoaderReplay) -> list[str]:

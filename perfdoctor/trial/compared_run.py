@@ -150,7 +150,7 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
             note_codes=frozenset(str(note["code"]) for note in document.get("notes", ())),
             together_ns=_together(document.get("trial") or {}),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BrokenTraceError(
             f"{path}: a report of perfdoctor that lacks or mistypes something ({type(error).__name__}: {error}). "
             "Write it again."

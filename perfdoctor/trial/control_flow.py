@@ -1,8 +1,8 @@
 """Whether the value that a line reads decides what the loop does next: a look at the source, nothing is run.
 
 A read may stand in a test itself (`if loss.item() > 9`), or be named, and the name tested later (`bad = loss.item()`
-... `if bad`). Names are followed through assignments within the file. Sizes, ranges, slices and subscripts count as
-tests: a stale one would index past an end.
+... `if bad`). Names are followed through assignments and containers, into the user's functions and objects that they
+are handed to (those of other modules included), and out of functions that return them.
 """
 
 from __future__ import annotations
@@ -10,61 +10,42 @@ from __future__ import annotations
 import ast
 import linecache
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from perfdoctor.record.owners import USER, file_owner
 from perfdoctor.trial.call_hooks import Place
-
-_SIZES = frozenset(
-    (
-        "range",
-        "arange",
-        "zeros",
-        "ones",
-        "empty",
-        "full",
-        "view",
-        "reshape",
-        "expand",
-        "narrow",
-        "split",
-        "chunk",
-        "islice",
-    )
+from perfdoctor.trial.deciding_tests import (
+    HARMLESS,
+    Test,
+    calls_in,
+    can_hold,
+    only_notes,
+    spans,
+    tests_in,
+)
+from perfdoctor.trial.source_names import (
+    CONTENT,
+    Callee,
+    Function,
+    bound,
+    called,
+    callees,
+    dotted,
+    mentioned,
+    tree_of,
+    valued,
+    variables_of,
 )
 
-
-# What is written where a method of a tensor is called without its name.
-_WRITTEN = {
-    "__bool__": ("bool",),
-    "__float__": ("float",),
-    "__int__": ("int", "round", "floor", "ceil"),
-    "__index__": ("index",),
-    "__complex__": ("complex",),
-    "__format__": ("format",),
-    "__repr__": ("str", "repr", "print"),
-    "__array__": ("array", "asarray", "numpy"),
-}
-_IMPLICIT = frozenset(("__bool__", "__index__", "__int__", "is_nonzero"))  # asked for by a test, or by an index
-_HARMLESS = frozenset(
-    ("isinstance", "issubclass", "len", "hasattr", "callable", "getattr", "id", "type", "dim", "size", "numel",
-     "is_initialized", "is_available", "get_rank", "get_world_size", "perf_counter", "time", "startswith", "endswith")
-)  # fmt: skip
 _ITERATING = frozenset(
     ("parameters", "named_parameters", "modules", "children", "enumerate", "zip", "items", "values", "keys", "range",
      "reversed", "sorted", "list", "iter")
 )  # fmt: skip
-# Calls that a branch may make and still only note or show something.
-_SHOWING = frozenset(("print", "append", "info", "debug", "warning", "item", "float", "int", "format", "str"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Test:
-    """An expression that decides: by its truth, else by its value (a size, an index)."""
-
-    expression: ast.expr
-    truth: bool = True
+# Calls that put what they get into the object they are called on.
+_STORING = frozenset(("append", "appendleft", "extend", "insert", "add", "setdefault"))
+_DEPTH = 3  # functions that are followed into one another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +61,7 @@ class Flow:
 class Tested:
     """Where the value decides. `direct`: the test is `compare`, in which `name` (or the read) stands for the value."""
 
+    file: str
     line: int
     text: str
     direct: bool = False
@@ -92,14 +74,25 @@ def find_test(file: str, line: int, caller: Place | None = None, calls: Collecti
 
     `calls` names the methods that were seen to read there ('item', '__bool__', ...); with none, any call may read.
     """
-    tree = _tree(file)
+    tree = tree_of(file)
     if tree is None:
         return None
     found = _tested_on(tree, file, line, frozenset(calls))
-    if found is None and caller is not None and _returned(tree, line, frozenset(calls)):
-        other = _tree(caller.file)
-        found = None if other is None else _tested_on(other, caller.file, caller.first, frozenset())
+    if found is None and _returned(tree, line, frozenset(calls)):
+        found = _tested_by_callers(tree, file, line, caller)
     return found
+
+
+def _tested_by_callers(tree: ast.Module, file: str, line: int, caller: Place | None) -> Tested | None:
+    """Where what a function returns decides: on the line that was seen to call it, or on one that names it."""
+    if caller is not None:
+        other = tree_of(caller.file)
+        return None if other is None else _tested_on(other, caller.file, caller.first, frozenset())
+    scope = _scope(tree, line)
+    if not isinstance(scope, Function) or not _depth_in(file):
+        return None
+    lines = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Call) and called(n) == scope.name]
+    return next((found for each in lines if (found := _tested_on(tree, file, each, frozenset()))), None)
 
 
 def outcome_is_fixed(tested: Tested, values: Iterable[Any]) -> bool:
@@ -119,13 +112,6 @@ def outcome_is_fixed(tested: Tested, values: Iterable[Any]) -> bool:
     return len(outcomes) == 1
 
 
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-
-
 class _Unnamed(ast.NodeTransformer):
     """`(v := x)` as `x`."""
 
@@ -136,83 +122,140 @@ class _Unnamed(ast.NodeTransformer):
 
 def _tested_on(tree: ast.Module, file: str, line: int, calls: frozenset[str]) -> Tested | None:
     statement = _statement(tree, line)
-    for test in _tests(tree):
-        if _spans(test.expression, line) and can_hold(test, calls, statement):
+    for test in tests_in(tree):
+        if spans(test.expression, line) and can_hold(test, calls, statement):
             return _tested(test.expression, file, direct=_sole_read(test.expression))
     scope = _scope(tree, line)
     names, exact = _names_from(scope, line, calls, statement)
-    for test in _tests(tree if any("." in name for name in names) or names & _outer(scope) else scope):
-        used = names & _names(test.expression)
-        if used:
-            name = next(iter(used))
-            return _tested(test.expression, file, direct=name if len(used) == 1 and name in exact else "")
+
+    def holds(given: ast.expr) -> bool:
+        if isinstance(given, ast.Lambda):  # whoever calls it gets the value
+            return False
+        read_here = spans(given, line) and can_hold(Test(expression=given), calls, statement)
+        return read_here or bool(names & valued(given))
+
+    return _tested_from(
+        _Origin(tree=tree, file=file, scope=scope, names=names, exact=exact, holds=holds), _depth_in(file)
+    )
+
+
+def _depth_in(file: str) -> int:
+    """A library hands its values to callbacks, loggers and back: followed there, everything would decide by them."""
+    return _DEPTH if file_owner(file) == USER else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """A function (or a module) in which some names stand for the value. `holds`: whether an argument does."""
+
+    tree: ast.Module
+    file: str
+    scope: ast.AST
+    names: set[str]
+    exact: set[str]
+    holds: Callable[[ast.expr], bool]
+
+
+def _tested_from(origin: _Origin, depth: int) -> Tested | None:
+    """Where the names decide: here, or in the user's functions that they are handed to."""
+    found = _decides(origin)
+    size = -1
+    while found is None and depth and size != len(origin.names):
+        size = len(origin.names)
+        for call in [node for node in ast.walk(origin.scope) if isinstance(node, ast.Call)]:
+            found = _tested_by(call, origin, depth)
+            if found is not None:
+                return found
+        _spread(origin.scope, origin.names)
+    return found or _decides(origin)
+
+
+def _decides(origin: _Origin) -> Tested | None:
+    for place, names in _reach(origin):
+        for test in tests_in(place):
+            used = names & valued(test.expression)
+            if used:
+                name = next(iter(used))
+                exact = name if len(used) == 1 and name in origin.exact else ""
+                return _tested(test.expression, origin.file, direct=exact)
     return None
 
 
-def can_hold(test: Test, calls: frozenset[str], statement: ast.AST | None) -> bool:
-    """Whether a test on the line of a read can hold that read: the line may as well read beside its test.
-
-    `sum(p.grad.norm().item() for p in ps if p.grad is not None)` reads with `.item()`, which its test does not call.
-    """
-    explicit = {word for name in calls for word in _WRITTEN.get(name, (name,))}
-    inside = _calls_in(test.expression)
-    if not calls:
-        return bool(inside - _HARMLESS)
-    if inside & explicit or ("__contains__" in calls and _asks_membership(test.expression)):
-        return True
-    if calls & _IMPLICIT and _converts(test):
-        return True
-    if "__format__" in calls and any(isinstance(node, ast.FormattedValue) for node in ast.walk(test.expression)):
-        return True
-    beside = statement is not None and bool(_calls_in(statement) & explicit)
-    return not beside and bool(inside - _HARMLESS)  # a library's own read, inside a call of the test
+def _tested_by(call: ast.Call, origin: _Origin, depth: int) -> Tested | None:
+    """Where what a call hands over decides. What it leaves in an object is added to the names."""
+    if not any(origin.holds(given) for given in (*call.args, *(each.value for each in call.keywords))):
+        return None
+    known = list(callees(call, origin.tree, origin.file))
+    for callee in known:
+        found, marks = _tested_in(callee, callee.parameters(call, origin.holds), origin, call, depth)
+        if found is not None:
+            return found
+        origin.names.update(f"{callee.receiver}.{mark}" for mark in marks)
+    if not known and called(call) == "update" and isinstance(call.func, ast.Attribute):
+        origin.names.update(f"{name}{CONTENT}" for name in bound(call.func.value))  # of a dict
+    return None
 
 
-def _converts(test: Test) -> bool:
-    """Whether evaluating the test itself may ask a tensor for its truth, or for an index."""
-    if not test.truth:
-        return not isinstance(test.expression, ast.Constant | ast.Slice) and bool(_names(test.expression))
-    return any(_may_be_tensor(part) for part in _conditions(test.expression))
+def _reach(origin: _Origin) -> list[tuple[ast.AST, set[str]]]:
+    """Where to look for which names: all in the function, those of its object in the class, others where they live."""
+    kinds, outer = _related(origin.tree, origin.scope), _outer(origin.scope)
+    own = {name for name in origin.names if name.startswith("self.")} if kinds else set()
+    found: list[tuple[ast.AST, set[str]]] = [(origin.scope, origin.names)]
+    found += [(kind, own) for kind in kinds if own]
+    for name in origin.names - own:
+        if "." in name or name.removesuffix(CONTENT) in outer:
+            found.append((_home(origin, name.partition(".")[0].removesuffix(CONTENT)), {name}))
+    return found
 
 
-def _conditions(test: ast.expr) -> Iterator[ast.expr]:
-    """The parts of a test whose truth is asked for."""
-    if isinstance(test, ast.BoolOp):
-        for part in test.values:
-            yield from _conditions(part)
-    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _conditions(test.operand)
-    elif isinstance(test, ast.NamedExpr):
-        yield from _conditions(test.value)
-    else:
-        yield test
+def _home(origin: _Origin, name: str) -> ast.AST:
+    """The function around (or at) the origin whose variable `name` is, the module where none has it."""
+    functions = [each for each in ast.walk(origin.tree) if isinstance(each, Function)]
+    around = [each for each in functions if each is origin.scope or any(n is origin.scope for n in ast.walk(each))]
+    for function in reversed(around):  # ast.walk goes from the outside in
+        if name in variables_of(function):
+            return function
+    return origin.tree
 
 
-def _may_be_tensor(part: ast.expr) -> bool:
-    if isinstance(part, ast.Constant | ast.JoinedStr | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.Lambda):
-        return False
-    if isinstance(part, ast.Compare):
-        if all(isinstance(op, ast.Is | ast.IsNot) for op in part.ops):
-            return False
-        # `i % 10 == 0`, `epoch > 3`: counters. A remainder of a tensor is not what anybody tests.
-        return not (isinstance(part.left, ast.BinOp) and isinstance(part.left.op, ast.Mod))
-    return not (isinstance(part, ast.Call) and _called(part) in _HARMLESS)
+def _related(tree: ast.Module, scope: ast.AST) -> list[ast.ClassDef]:
+    """The class around a function, its bases and what derives from it, in the file."""
+    kinds = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    around = [kind for kind in kinds if any(node is scope for node in ast.walk(kind))][-1:]
+    names = {kind.name for kind in around} | {dotted(base) for kind in around for base in kind.bases}
+    derived = [kind for kind in kinds if {dotted(base) for base in kind.bases} & {each.name for each in around}]
+    return [kind for kind in kinds if kind in derived or kind in around or (around and kind.name in names)]
 
 
-def _asks_membership(test: ast.expr) -> bool:
-    compared = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
-    return any(isinstance(op, ast.In | ast.NotIn) for node in compared for op in node.ops)
-
-
-def _calls_in(node: ast.AST) -> set[str]:
-    return {_called(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+def _tested_in(
+    callee: Callee, parameters: set[str], origin: _Origin, call: ast.Call, depth: int
+) -> tuple[Tested | None, set[str]]:
+    """Where a function decides by some of its parameters, and which attributes of its object it makes of them."""
+    if not parameters:
+        return None, set()
+    names = set(parameters)
+    _spread(callee.function, names)
+    sole = (
+        len(call.args) == 1 and not call.keywords and (_is_read(call.args[0]) or dotted(call.args[0]) in origin.exact)
+    )
+    inner = _Origin(
+        tree=callee.tree,
+        file=callee.file,
+        scope=callee.function,
+        names=names,
+        exact=set(parameters) if sole else set(),
+        holds=lambda given: bool(names & valued(given)),
+    )
+    found = _tested_from(inner, depth - 1)
+    own = f"{callee.own_name}." if callee.own_name else ""
+    return found, {name.removeprefix(own) for name in names if own and name.startswith(own)}
 
 
 def _statement(tree: ast.Module, line: int) -> ast.AST | None:
     """The innermost statement around the line."""
     found: ast.AST | None = None
     for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and _spans(node, line):
+        if isinstance(node, ast.stmt) and spans(node, line):
             found = node
     return found
 
@@ -224,58 +267,14 @@ def _outer(scope: ast.AST) -> set[str]:
 
 def _tested(test: ast.expr, file: str, *, direct: str) -> Tested:
     text = linecache.getline(file, test.lineno).strip()
-    return Tested(line=test.lineno, text=text, direct=bool(direct), test=test if direct else None, value=direct)
-
-
-def _tests(tree: ast.AST) -> Iterator[Test]:
-    """Every expression that decides: tests, sizes, bounds."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.While | ast.IfExp):
-            if not _harmless(node):
-                yield Test(expression=node.test)
-        elif isinstance(node, ast.Assert):
-            yield Test(expression=node.test)
-        elif isinstance(node, ast.comprehension):
-            yield from (Test(expression=each) for each in node.ifs)
-        elif isinstance(node, ast.Subscript):
-            yield Test(expression=node.slice, truth=False)
-        elif isinstance(node, ast.Call) and _called(node) in _SIZES:
-            yield from (Test(expression=each, truth=False) for each in node.args)
-        elif isinstance(node, ast.Match):
-            yield Test(expression=node.subject, truth=False)
-            yield from (Test(expression=case.guard) for case in node.cases if case.guard is not None)
-
-
-def _harmless(node: ast.If | ast.While | ast.IfExp) -> bool:
-    """An `if` whose branches only note or show something: `if loss < best: best = loss`."""
-    if isinstance(node, ast.While):
-        return False
-    if isinstance(node, ast.IfExp):
-        return not (_calls_in(node.body) | _calls_in(node.orelse)) - _SHOWING
-    kinds = (ast.Assign, ast.AugAssign, ast.Pass, ast.Expr)
-    return all(isinstance(each, kinds) and _plain(each) for each in node.body + node.orelse)
-
-
-def _plain(statement: ast.stmt) -> bool:
-    return not _calls_in(statement) - _SHOWING
-
-
-def _called(node: ast.Call) -> str:
-    func = node.func
-    return func.attr if isinstance(func, ast.Attribute) else (func.id if isinstance(func, ast.Name) else "")
-
-
-def _spans(node: ast.AST, line: int) -> bool:
-    first: int | None = getattr(node, "lineno", None)
-    last: int | None = getattr(node, "end_lineno", None)
-    return first is not None and first <= line <= (last or first)
+    return Tested(
+        file=file, line=test.lineno, text=text, direct=bool(direct), test=test if direct else None, value=direct
+    )
 
 
 def _sole_read(test: ast.expr) -> str:
     """The source of the one call in the test that reads, '' where several might."""
-    calls = [
-        node for node in ast.walk(test) if isinstance(node, ast.Call) and _called(node) in ("item", "float", "int")
-    ]
+    calls = [node for node in ast.walk(test) if isinstance(node, ast.Call) and called(node) in ("item", "float", "int")]
     return ast.unparse(calls[0]) if len(calls) == 1 else ""
 
 
@@ -294,7 +293,7 @@ def _scope(tree: ast.Module, line: int) -> ast.AST:
 def _holds_in_body(node: ast.FunctionDef | ast.AsyncFunctionDef, line: int) -> bool:
     outside = (*node.decorator_list, *node.args.defaults, *node.args.kw_defaults)
     first = node.body[0].lineno
-    return first <= line <= (node.end_lineno or first) and not any(_spans(each, line) for each in outside if each)
+    return first <= line <= (node.end_lineno or first) and not any(spans(each, line) for each in outside if each)
 
 
 def _names_from(
@@ -305,25 +304,34 @@ def _names_from(
     exact: set[str] = set()
     flows = list(_flows(scope))
     for flow in flows:
-        if any(_spans(source, line) and _gives(flow, source, calls, statement) for source in flow.sources):
+        if any(spans(source, line) and _gives(flow, source, calls, statement) for source in flow.sources):
             names |= flow.targets
-            value = flow.sources[0]
-            if isinstance(value, ast.Call) and _called(value) in ("item", "float", "int", "bool"):
+            if _is_read(flow.sources[0]):
                 exact |= flow.targets
+    _spread(scope, names)
+    return names, exact
+
+
+def _spread(scope: ast.AST, names: set[str]) -> None:
+    """Follow the names through assignments until nothing new comes up."""
+    flows = list(_flows(scope))
     size = -1
     while size != len(names):
         size = len(names)
         for flow in flows:
-            if any(names & _names(source) for source in flow.sources):
+            if any(names & valued(source) for source in flow.sources):
                 names |= flow.targets
-    return names, exact
+
+
+def _is_read(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and called(value) in ("item", "float", "int", "bool")
 
 
 def _gives(flow: Flow, source: ast.expr, calls: frozenset[str], statement: ast.AST | None) -> bool:
     """Whether a source on the line of the read can hold it. What a loop goes over is seldom what the line reads."""
     if not flow.loops:
         return not isinstance(source, ast.Constant)
-    inside = _calls_in(source) - _HARMLESS - _ITERATING
+    inside = calls_in(source) - HARMLESS - _ITERATING
     return can_hold(Test(expression=source, truth=True), calls, statement) if inside else False
 
 
@@ -333,26 +341,18 @@ def _flows(scope: ast.AST) -> Iterator[Flow]:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             yield Flow(sources=(node.value,), targets=_targets(node))
         elif isinstance(node, ast.For | ast.comprehension):
-            yield Flow(sources=(node.iter,), targets=_names(node.target), loops=True)
-        elif isinstance(node, ast.If) and _harmless(node):
+            yield Flow(sources=(node.iter,), targets=bound(node.target), loops=True)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called(node) in _STORING:
+            given = (*node.args, *(each.value for each in node.keywords))
+            yield Flow(sources=given, targets={f"{name}{CONTENT}" for name in bound(node.func.value)})
+        elif isinstance(node, ast.If) and only_notes(node):
             noted = (each for each in node.body + node.orelse if isinstance(each, ast.Assign | ast.AugAssign))
             yield Flow(sources=(node.test,), targets={name for each in noted for name in _targets(each)})
 
 
 def _targets(statement: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> set[str]:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    return {name for target in targets for name in _names(target)} - {"self"}
-
-
-def _names(node: ast.AST) -> set[str]:
-    """Names and dotted names: `self.best` counts as 'self.best'."""
-    found = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            found.add(f"{each.value.id}.{each.attr}")
-        elif isinstance(each, ast.Name):
-            found.add(each.id)
-    return found
+    return {name for target in targets for name in bound(target)}
 
 
 def _returned(tree: ast.Module, line: int, calls: frozenset[str]) -> bool:
@@ -360,4 +360,4 @@ def _returned(tree: ast.Module, line: int, calls: frozenset[str]) -> bool:
     scope = _scope(tree, line)
     names, _ = _names_from(scope, line, calls, _statement(tree, line))
     returns = (node for node in ast.walk(scope) if isinstance(node, ast.Return))
-    return any(_spans(node, line) or names & _names(node) for node in returns)
+    return any(spans(node, line) or names & mentioned(node) for node in returns)

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from perfdoctor.record.syntax import parsed
 from perfdoctor.trial.call_hooks import CallHooks, Place
 from perfdoctor.trial.neutraliser import Mode, Neutraliser
 
@@ -116,9 +117,8 @@ class NeutralInplace(Neutraliser):
 def loop_around(place: Place) -> Place:
     """The lines of the innermost `for` around a place; the place itself where there is none or it is the whole loop
     over the batches (one that holds a `backward`)."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(place.file)))
-    except (SyntaxError, ValueError):
+    tree = parsed("".join(linecache.getlines(place.file)))
+    if tree is None:
         return place
     found = place
     for node in ast.walk(tree):

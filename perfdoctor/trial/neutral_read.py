@@ -47,7 +47,8 @@ class NeutralRead(OrderedCalls):
         tested = find_test(self._place.file, self._line, self._caller, self._names)
         if tested is None or self._outcome_fixed(tested):
             return ""
-        return f"cannot be neutralised safely: line {tested.line} decides by the value ({tested.text})"
+        where = f"line {tested.line}" if tested.file == self._place.file else f"{tested.file}:{tested.line}"
+        return f"cannot be neutralised safely: {where} decides by the value ({tested.text})"
 
     def _outcome_fixed(self, tested: Tested) -> bool:
         values = [value for row in self._seen.values() for value in row]

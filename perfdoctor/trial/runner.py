@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,8 +28,8 @@ from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.neutraliser import OFF
 from perfdoctor.trial.outcome import ArmResult, Refusal, TrialOutcome
 from perfdoctor.trial.schedule import BASE, EDGE, FEWEST_ROUNDS, Block, Layout, lay_out
-from perfdoctor.trial.suspects import Suspect
-from perfdoctor.units import format_plural
+from perfdoctor.trial.suspects import MOST_SUSPECTS, Suspect
+from perfdoctor.units import format_ms, format_plural
 
 OBSERVED_STEPS = 8
 _OVERTIME = 1.25
@@ -58,7 +59,7 @@ class Trial:
         replay: LoaderReplay,
         *,
         limits: Limits | None = None,
-        left_out: int = 0,
+        most: int = MOST_SUSPECTS,
         clock: BlockClock | None = None,
         ended: Callable[[], None] = lambda: None,
         timed: bool = True,
@@ -68,7 +69,8 @@ class Trial:
         self._suspects = suspects
         self._replay = replay
         self._limits = limits or Limits()
-        self._left_out = left_out
+        self._most = most
+        self._left_out = 0
         self._clock = clock or BlockClock()
         self._ended = ended
         self._timed = timed  # False: only steps are counted, as where ranks must agree
@@ -86,6 +88,7 @@ class Trial:
         self._trying: list[int] = []  # arms whose interval is not narrow yet
         self._next_look = 0
         self._late = self._joined = False
+        self._planned_ns = 0.0  # of a step, when the blocks were laid out
         self._base_ns = 0.0
         self._host_only = True  # stamps have no event: nothing runs behind the host
 
@@ -145,8 +148,8 @@ class Trial:
 
     def _plan(self) -> None:
         """The observed steps are over: who can be tried, in how many rounds."""
-        step_ns = self._step_ns()
-        able = []
+        step_ns = self._planned_ns = self._step_ns()
+        able: list[Suspect] = []
         edge = self._edge()
         for i, suspect in enumerate(self._suspects):
             neutraliser = suspect.neutraliser
@@ -157,8 +160,10 @@ class Trial:
                 neutraliser.observing = False
             if why or neutraliser is None:
                 self._refusals[i] = why
-            else:
+            elif len(able) < self._most:
                 able.append(suspect)
+            else:
+                self._left_out += 1
         self._arms = single_arms(able)
         self._lay_out(step_ns)
         self._hooks.keep({id(each): each for arm in self._arms for each, _ in arm.switches}.values())
@@ -228,9 +233,12 @@ class Trial:
             neutraliser.switch(modes.get(id(neutraliser), OFF))
 
     def _look(self) -> None:
-        """Now and then: where some intervals are narrow, the time left goes to the other arms, then to joints."""
+        """Now and then: where some intervals are narrow, the time left goes to the other arms, then to joints.
+
+        What the joints leave of it, or all where there are none, goes to the arms whose interval is still wide.
+        """
         if self._next_look <= self._at < len(self._blocks):
-            wide = [i for i, each in enumerate(self._so_far()) if each is None or not self._is_narrow(i, each)]
+            wide = self._wide()
             if len(wide) < len(self._trying):
                 self._go_on_with(wide)
             self._next_look = self._at + 2 * len(self._trying) * _CHECK_EVERY
@@ -239,12 +247,17 @@ class Trial:
             first = len(self._arms)
             self._arms += joint_arms(self._arms, self._so_far(), self._base_ns)
             self._go_on_with(range(first, len(self._arms)))
-            self._next_look = self._at + 2 * len(self._trying) * _CHECK_EVERY
+        if self._at >= len(self._blocks) and self._joined:
+            self._go_on_with(self._wide())
 
     def _go_on_with(self, arms: Sequence[int]) -> None:
         del self._blocks[self._at :]
         self._trying = list(arms)
         self._blocks += self._again(self._trying)
+        self._next_look = self._at + 2 * len(self._trying) * _CHECK_EVERY
+
+    def _wide(self) -> list[int]:
+        return [i for i, each in enumerate(self._so_far()) if each is None or not self._is_narrow(i, each)]
 
     def _so_far(self) -> list[Estimate | None]:
         times = self._clock.times()  # of blocks that the device has left behind
@@ -310,6 +323,8 @@ class Trial:
         notes += [remark for neutraliser in self._neutralisers if (remark := neutraliser.remark())]
         if self._at < 0:
             notes.append(f"the loop ended after {steps} of the trial, before the first block")
+        elif self._arms and self._rounds < FEWEST_ROUNDS:
+            notes.append(self._too_short())
         elif num_blocks < len(self._blocks):
             notes.append(
                 f"the trial ended after {num_blocks} of {len(self._blocks)} blocks ({steps}): "
@@ -317,6 +332,16 @@ class Trial:
                 + ("Give it more --seconds" if self._late else "Let the loop run longer")
             )
         return notes
+
+    def _too_short(self) -> str:
+        """That too few rounds fit for a claim, and what would."""
+        layout = self._layout(range(len(self._arms)), self._planned_ns, 0.0)
+        steps = replace(layout, rounds=FEWEST_ROUNDS).steps + OBSERVED_STEPS
+        seconds = math.ceil(steps * self._planned_ns / 1e9)
+        step = format_ms(round(self._planned_ns))
+        if seconds > self._limits.seconds:
+            return f"{self._limits.seconds:g} s are too few for steps of {step}: give it --seconds {seconds} or more"
+        return f"{format_plural(self._limits.steps, 'step')} are too few: give it --steps {steps} or more"
 
 
 def _pairs(times: Sequence[tuple[int, float]], arm: int) -> Any:

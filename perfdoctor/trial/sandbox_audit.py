@@ -53,13 +53,13 @@ class Escapes:
             self._judge_open(*args)
         elif event in _REMOVING:
             self._judge_removal(event, args)
-        elif (path := self.view.locate(_plain(args[0]))) is not None:
+        elif (path := self.view.touched(_plain(args[0]))) is not None:
             self.note(f"{path}: {event} by a way that the sandbox does not lead")
 
     def _judge_open(self, path: Any, _mode: Any, flags: Any) -> None:
         if not isinstance(flags, int) or not flags & _WRITING:
             return
-        found = self.view.locate(path)
+        found = self.view.touched(path)
         if found is None or not (os.path.isfile(found) or not os.path.lexists(found)):
             return
         if flags & os.O_TRUNC and os.path.isfile(found):
@@ -69,7 +69,7 @@ class Escapes:
     def _judge_removal(self, event: str, args: tuple[Any, ...]) -> None:
         paths = ((args[0], args[2]), (args[1], args[3])) if event == "os.rename" else ((args[0], _folder(event, args)),)
         for path, dir_fd in paths:
-            found = self.view.locate(path, dir_fd if isinstance(dir_fd, int) and dir_fd >= 0 else None)
+            found = self.view.touched(path, dir_fd if isinstance(dir_fd, int) and dir_fd >= 0 else None)
             if found is not None and os.path.lexists(found):
                 raise _refusal(event.removeprefix("os."), found)
 
@@ -167,7 +167,7 @@ def _end_left_thread(event: str, args: tuple[Any, ...]) -> None:
     with view.quiet():
         writes = event in _REMOVING or event in ("os.mkdir", "sqlite3.connect")
         writes = writes or (event == "open" and isinstance(args[2], int) and bool(args[2] & _WRITING))
-        ends = writes and view.locate(_plain(args[0])) is not None and _is_users(sys._getframe(1))
+        ends = writes and view.touched(_plain(args[0])) is not None and _is_users(sys._getframe(1))
     if ends:
         raise SystemExit  # which a thread ends with in silence
 

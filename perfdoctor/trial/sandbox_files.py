@@ -52,6 +52,8 @@ class FilePatches:
             self.redirect(os, name, self._creating)
         self.redirect(os, "open", self._descriptor)
         self.redirect(io, "open", self._opening)
+        self._answer(os, "getcwd", lambda: self.view.original(os.getcwd()))
+        self._answer(os, "getcwdb", lambda: os.fsencode(self.view.original(os.getcwd())))
         self._answer(os, "listdir", self._listdir)
         self._answer(os, "scandir", self._scandir)
         self._answer(os, "mkdir", self._mkdir)
@@ -84,12 +86,13 @@ class FilePatches:
 
         @functools.wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
+            given = args
             if self.active and not self.view.busy:
                 with self.view.quiet():
                     changed = redirect(*args, **kwargs)
                 if changed is not None:
                     args, kwargs = changed
-            with _named(self.view):
+            with _named(self.view, *given[:1], *args[:1]):
                 return real(*args, **kwargs)
 
         self._put(owner, name, real, staticmethod(call) if isinstance(owner, type) and not method else call)
@@ -208,20 +211,22 @@ class FilePatches:
 
     def _listdir(self, path: Any = ".") -> Any:
         found = self.view.locate(path)
-        if found is None or not self._touched(found):
+        if found is None or not self._differs(found, path):
             return NotImplemented
         names = self.view.names(self._folder(found))
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def _scandir(self, path: Any = ".") -> Any:
         found = self.view.locate(path)
-        if found is None or not self._touched(found):
+        if found is None or not self._differs(found, path):
             return NotImplemented
         folder = self._folder(found)
         return Entries([Entry(self.view, name, path, folder) for name in self.view.names(folder)])
 
-    def _touched(self, path: str) -> bool:
-        return bool(self.view.hidden_paths) or os.path.lexists(self.view.mirror(path))
+    def _differs(self, found: str, given: Any) -> bool:
+        """Whether the run sees something else in a folder than the system does."""
+        copied = bool(self.view.hidden_paths) or os.path.lexists(self.view.mirror(found))
+        return copied or self.view.is_roundabout(given)
 
     def _folder(self, path: str) -> str:
         if not self.view.exists(path):
@@ -305,10 +310,10 @@ def _file_io(patches: FilePatches) -> type:
 
 
 class _named:
-    """Errors name the user's path, not the place below the scratch folder."""
+    """Errors name the user's path, as it was `given`, not the place that was `used` for it."""
 
-    def __init__(self, view: View) -> None:
-        self.view = view
+    def __init__(self, view: View, given: Any = None, used: Any = None) -> None:
+        self.view, self.given, self.used = view, given, used
 
     def __enter__(self) -> None: ...
 
@@ -317,4 +322,5 @@ class _named:
             for name in ("filename", "filename2"):
                 value = getattr(error, name)
                 if isinstance(value, str):
-                    setattr(error, name, self.view.original(value))
+                    known = value == self.used and isinstance(self.given, str | os.PathLike)
+                    setattr(error, name, os.fspath(self.given) if known else self.view.original(value))

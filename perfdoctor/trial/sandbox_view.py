@@ -46,7 +46,31 @@ class View:
             self._local.busy = before
 
     def locate(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path of what may be redirected; None for a descriptor and for what is let through."""
+        """The absolute path of what may be redirected; None for a descriptor and for what is let through.
+
+        A run that made a folder and went there stands below the scratch folder: from there `../data` is the user's.
+        """
+        absolute = self._absolute(path, dir_fd)
+        if absolute is not None and not os.path.isabs(os.fsdecode(path)):
+            absolute = self.original(absolute)
+        return None if absolute is None or self._is_through(absolute) else absolute
+
+    def touched(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The same for a path as the system takes it: from below the scratch folder it leads nowhere else."""
+        absolute = self._absolute(path, dir_fd)
+        return None if absolute is None or self._is_through(absolute) else absolute
+
+    def is_roundabout(self, path: Any, dir_fd: int | None = None) -> bool:
+        """Whether a path may lead through a folder that only this run has, so that the system does not find it."""
+        text = os.fsdecode(path)
+        if ".." in text.split("/"):
+            return True
+        if os.path.isabs(text):
+            return False
+        folder = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        return f"{folder}/".startswith(f"{self.root}/")
+
+    def _absolute(self, path: Any, dir_fd: int | None) -> str | None:
         if isinstance(path, int) or not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.fsdecode(path)
@@ -54,12 +78,10 @@ class View:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
         folder, name = os.path.split(os.path.join(os.getcwd(), text).rstrip("/") or "/")
         if name in ("", ".", ".."):
-            absolute = os.path.realpath(text)
-        else:
-            if folder not in self._folders:
-                self._folders[folder] = os.path.realpath(folder)
-            absolute = os.path.join(self._folders[folder], name)
-        return None if self._is_through(absolute) else absolute
+            return os.path.realpath(text)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        return os.path.join(self._folders[folder], name)
 
     def _is_through(self, absolute: str) -> bool:
         path = f"{absolute}/"
@@ -104,12 +126,13 @@ class View:
         found = self.locate(path, dir_fd)
         if found is None:
             return path
+        given, path = path, _like(path, found) if self.is_roundabout(path, dir_fd) else path
         target = self.follow(found) if follow else found
         copy = self.mirror(target)
         if os.path.lexists(copy):
             shared = os.path.isdir(copy) and self._real(target)  # the real folder holds more than the redirected one
-            return path if shared else _like(path, copy)
-        return _like(path, copy) if self.hidden(target) else path
+            return path if shared else _like(given, copy)
+        return _like(given, copy) if self.hidden(target) else path
 
     def write(self, path: Any, dir_fd: int | None = None, *, copied: bool, follow: bool = True) -> Any:
         """Where to write instead; `copied` brings what is there before. A device, a pipe, a socket is itself."""

@@ -59,10 +59,8 @@ class Surroundings:
     replay: LoaderReplay
 
 
-def choose_suspects(
-    diagnosis: Diagnosis, surroundings: Surroundings, most: int = MOST_SUSPECTS
-) -> tuple[list[Suspect], int]:
-    """The suspects, dearest first, and how many findings are left out for want of room.
+def choose_suspects(diagnosis: Diagnosis, surroundings: Surroundings) -> list[Suspect]:
+    """The suspects, dearest first. How many are tried is the trial's affair: it refuses some once it has seen them.
 
     A few of those that the diagnosis says to leave alone come along: it is scored on them too.
     """
@@ -70,15 +68,9 @@ def choose_suspects(
     candidates = [*diagnosis.findings, *idle]
     lines = _loop_lines(_with_known_loops(candidates))
     suspects: list[Suspect] = []
-    trying = left_out = 0
     for finding in candidates:
-        suspect = _once(_suspect_among(finding, candidates, lines, surroundings), suspects)
-        if suspect.neutraliser is not None and trying == most:
-            left_out += 1
-            continue
-        trying += suspect.neutraliser is not None
-        suspects.append(suspect)
-    return suspects, left_out
+        suspects.append(_once(_suspect_among(finding, candidates, lines, surroundings), suspects))
+    return suspects
 
 
 _WHOLE = (NeutralLaunch, NeutralClip, NeutralOptimizer, NeutralLoader, NeutralGarbage, NeutralAnomaly)

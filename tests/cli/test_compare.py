@@ -230,6 +230,11 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "text for a count": (lambda d: d["verdict"].update(micro_batches="x"), BrokenTraceError, "mistypes"),
     "notes of another form": (lambda d: d.update(notes=[1]), BrokenTraceError, "mistypes"),
     "a trial of another form": (lambda d: d.update(trial={"arms": [{}]}), BrokenTraceError, "mistypes"),
+    "a finding beyond all time": (
+        lambda d: d["findings"][0].update(headroom={"low_ms": 0, "mid_ms": 1e308, "high_ms": 0}),
+        BrokenTraceError,
+        "mistypes",
+    ),
     "no findings": (lambda d: d.pop("findings"), BrokenTraceError, "findings"),
     "findings of another form": (lambda d: d.update(findings=["x"]), BrokenTraceError, "lacks or mistypes"),
 }

@@ -82,18 +82,18 @@ def tried(
     most: int = 100_000,
     replay: LoaderReplay | None = None,
     steps: int = 1000,
+    room: int = 10,
 ) -> TrialOutcome:
     """Run `step` until the trial is over, with the clock of crossings."""
     now = [0]
     replay = replay or LoaderReplay(lambda: None)
-    suspects, _ = choose_suspects(
-        diagnosis(*findings), Surroundings(optimizers=(loop.optimizer,), replay=replay), most=10
-    )
+    suspects = choose_suspects(diagnosis(*findings), Surroundings(optimizers=(loop.optimizer,), replay=replay))
     trial = Trial(
         diagnosis(*findings),
         suspects,
         replay,
         limits=Limits(steps=steps, seconds=600),
+        most=room,
         clock=BlockClock(lambda a, b: b - a),
     )
     trial.start()
@@ -166,6 +166,35 @@ def test_a_value_that_decides_is_not_answered(device: Any) -> None:
     assert not outcome.arms
     assert "cannot be neutralised safely" in outcome.refused[0].why
     assert f"line {line_of('decides') + 1}" in outcome.refused[0].why
+
+
+def test_what_is_refused_takes_no_room_from_others(device: Any) -> None:
+    loop = Loop()
+
+    def watch(loss: torch.Tensor) -> float:
+        if loss.item() < loop.steps % 2:  # turned down
+            gc.isenabled()
+        return (loss * 2).item() + (loss * 3).item()  # crowd
+
+    dear, cheap = finding("turned down", "host-sync", "item"), finding("crowd", "host-sync", "item")
+    outcome = tried(device, loop, lambda n: loop.train(loop.pool[0].cuda(), watch), dear, cheap, room=1)
+    assert [row.finding for row in outcome.refused] == [dear]
+    assert saving(outcome, "gone")[0] == 2 * STALL
+    assert outcome.left_out == 0
+
+
+def test_what_could_be_tried_beyond_the_room_is_counted(device: Any) -> None:
+    loop = Loop()
+
+    def reads(loss: torch.Tensor) -> float:
+        first = loss.item()  # first of two
+        return first + (loss * 2).item()  # second of two
+
+    both = finding("first of two", "host-sync", "item"), finding("second of two", "host-sync", "item")
+    outcome = tried(device, loop, lambda n: loop.train(loop.pool[0].cuda(), reads), *both, room=1)
+    assert {row.finding for row in outcome.arms} == {both[0]}
+    assert outcome.left_out == 1
+    assert not outcome.refused
 
 
 def test_a_test_that_never_changed_may_be_answered(device: Any) -> None:

@@ -45,7 +45,7 @@ def tried(device: Any, step: Callable[[int], None], marker: str, code: str, kind
         leave_alone=(),
     )
     replay = LoaderReplay(lambda: None)
-    suspects, _ = choose_suspects(diagnosis, Surroundings(optimizers=(), replay=replay))
+    suspects = choose_suspects(diagnosis, Surroundings(optimizers=(), replay=replay))
     limits, clock = Limits(steps=1000, seconds=600), BlockClock(lambda a, b: b - a)
     trial = Trial(diagnosis, suspects, replay, limits=limits, clock=clock)
     trial.start()

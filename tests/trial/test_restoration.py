@@ -79,9 +79,9 @@ def trial_of(loop: Loop) -> Trial:
         source="test", step=step, accounting=None, binding=Binding.UNKNOWN, findings=tuple(findings()), leave_alone=()
     )
     replay = LoaderReplay(lambda: None)
-    suspects, _ = choose_suspects(diagnosis, Surroundings(optimizers=(loop.optimizer,), replay=replay), most=10)
+    suspects = choose_suspects(diagnosis, Surroundings(optimizers=(loop.optimizer,), replay=replay))
     clock = BlockClock(lambda a, b: b - a)
-    return Trial(diagnosis, suspects, replay, limits=Limits(steps=4000, seconds=600), clock=clock)
+    return Trial(diagnosis, suspects, replay, limits=Limits(steps=4000, seconds=600), most=10, clock=clock)
 
 
 def global_state() -> list[Any]:

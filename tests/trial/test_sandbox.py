@@ -337,6 +337,72 @@ class _Odd(BaseException):
     pass
 
 
+def _append(path: Path) -> None:
+    with open(path, "a") as file:
+        file.write("x")
+
+
+def _first_bytes(path: str) -> bytes:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(number, 9)
+    finally:
+        os.close(number)
+
+
+_FROM_A_NEW_FOLDER: dict[str, Callable[[], object]] = {
+    "where it is": lambda: Path(os.getcwd()).parts[-3:-1] == Path.cwd().parts[-3:-1] and os.getcwdb().endswith(b"a/b"),
+    "reads": lambda: Path("../../../old.txt").read_text(),
+    "opens a descriptor": lambda: _first_bytes("../../../old.txt"),
+    "reads by what it calls its folder": lambda: Path(os.getcwd(), "../../../log.txt").read_text(),
+    "looks": lambda: (os.path.exists("../../../old.txt"), os.path.isdir("../../../sub"), os.path.exists("old.txt")),
+    "measures": lambda: os.stat("../../../old.txt").st_size,
+    "lists": lambda: sorted(os.listdir("../../..")),
+    "lists its own": lambda: os.listdir(),
+    "scans": lambda: sorted((each.name, each.is_dir()) for each in os.scandir("../../..")),
+    "finds": lambda: sorted(str(path) for path in Path("../../..").glob("**/*.txt")),
+    "resolves": lambda: Path("../../../sub").resolve().name,
+    "appends": lambda: (_append(Path("../../../log.txt")), Path("../../../log.txt").read_text()),
+    "writes": lambda: (Path("here.txt").write_text("h"), Path("../there.txt").write_text("t"), os.listdir("..")),
+    "renames": lambda: (os.rename("../../../old.txt", "new.txt"), os.listdir(), os.path.exists("../../../old.txt")),
+    "removes": lambda: (os.remove("../../../old.txt"), sorted(os.listdir("../../.."))),
+    "removes a folder": lambda: (shutil.rmtree("../../../sub"), os.path.exists("../../../sub/a.txt")),
+    "makes": lambda: (os.makedirs("../../../sub/deep"), sorted(os.listdir("../../../sub"))),
+    "goes home": lambda: (os.chdir("../../.."), sorted(os.listdir()), Path("old.txt").read_text()),
+    "reads through a new folder": lambda: Path("new/deep/../../../../../old.txt").read_text(),
+    "reads through one that it stands in": lambda: Path("../../a/b/../../../old.txt").read_text(),
+    "goes up, then on": lambda: (os.chdir(".."), os.chdir("../../sub"), os.listdir(), Path("a.txt").read_text()),
+    "saves": lambda: (torch.save(torch.arange(3), "t.pt"), torch.load("../b/t.pt").tolist()),
+    "saves an array": lambda: (np.save("../n.npy", np.arange(3)), np.load("../n.npy").tolist()),
+    "fails": lambda: Path("../../../missing.txt").read_text(),
+}
+
+
+@pytest.mark.parametrize("way", _FROM_A_NEW_FOLDER)
+def test_a_folder_that_the_run_made_and_went_to_lies_where_it_lay(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, way: str
+) -> None:
+    real = tmp_path_factory.mktemp("real")
+    shutil.copytree(home, real, dirs_exist_ok=True)
+    before = _tree(home)
+
+    def inside() -> object:
+        os.makedirs("runs/a/b/new/deep")
+        os.chdir("runs/a/b")
+        try:
+            return _FROM_A_NEW_FOLDER[way]()
+        except OSError as error:
+            return type(error), error.errno, error.filename
+
+    with Sandbox() as box:
+        seen = inside()
+    assert _tree(home) == before
+    assert not box.escaped
+    monkeypatch.chdir(real)
+    assert seen == inside()  # what the system itself answers
+    assert Path.cwd() != home
+
+
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit, _Odd])
 def test_everything_is_as_before_on_every_way_out(home: Path, error: type[BaseException] | None) -> None:
     def state() -> list[object]:

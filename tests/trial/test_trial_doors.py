@@ -104,6 +104,55 @@ def test_a_script_too_short_to_be_watched_is_an_error(tmp_path: Path) -> None:
     assert "ended before the trial began" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("raise KeyError('vocabulary')", 2, "failed (exit code 1) before the trial began"),
+        ("sys.exit('no data')", 2, "failed (exit code 1) before the trial began"),
+        ("sys.exit(3)", 2, "failed (exit code 3) before the trial began"),
+        ("input()", 2, "failed (exit code 1) before the trial began"),
+        ("sys.exit()", 2, "ended before the trial began"),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+    ],
+)
+def test_a_script_that_fails_first_is_not_called_too_short(tmp_path: Path, end: str, code: int, said: str) -> None:
+    source = SLOW_LOADER.replace('print("the end")', end)
+    done = subprocess.run(
+        [sys.executable, "-m", "perfdoctor", "trial", "train.py", "1"],
+        cwd=_script_in(tmp_path, source),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code
+    assert said in done.stderr.splitlines()[-1]
+    assert not done.stdout
+    assert ("let it run longer" in done.stderr) == (end == "sys.exit()")
+
+
+def test_a_script_that_catches_everything_is_ended_again_at_each_step(tmp_path: Path) -> None:
+    """Ten bare excepts are ten ends; what was measured is reported."""
+    loop = SLOW_LOADER[SLOW_LOADER.index("for epoch") :]
+    body = "".join(f"        {line}\n" for line in loop.strip().splitlines()[:-1])
+    source = SLOW_LOADER.replace(
+        loop,
+        f"for attempt in range(10):\n    try:\n{body}    except:\n        print('caught', attempt)\nprint('the end')\n",
+    )
+    done = run_trial(tmp_path, source, "100000", options=("--seconds", "2"))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "caught" in line] == [f"caught {i}" for i in range(10)]
+    assert "gives back" in done.stdout
+    assert done.stderr.count("catches what ends it") == 1
+
+
+def _script_in(folder: Path, source: str) -> Path:
+    (folder / "train.py").write_text(source)
+    return folder
+
+
 def test_garbage_collections_give_back_their_mean(tmp_path: Path) -> None:
     document = document_of(tmp_path, GARBAGE)
     arm = next(arm for arm in document["trial"]["arms"] if arm["code"] == "garbage-collection")
