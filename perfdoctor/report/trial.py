@@ -45,8 +45,9 @@ class TrialReport(TrialOutcome):
 def render_trial(outcome: TrialOutcome, *, width: int = WIDTH, root: str = "") -> str:
     """The trial's own page, that of the diagnosis, and at the end what to change in which order."""
     lines = [*_head(outcome, width), (), *_arms(outcome, width, root), *_refused(outcome, width, root)]
-    lines += [*_notes(outcome, width), ()]
-    page = plain(lines) + "\n" + render_text(outcome.diagnosis, width=width, root=root)
+    lines += _notes(outcome, width)
+    lines = [line for before, line in zip([(), *lines], lines, strict=False) if line or before]  # no two blank lines
+    page = plain(lines).rstrip("\n") + "\n\n" + render_text(outcome.diagnosis, width=width, root=root)
     return page.rstrip("\n") + "\n\n" + plain(_order(outcome, width, root))
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Saving, Severity
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.report.trial import render_trial, saving_text
@@ -85,3 +87,11 @@ def test_too_few_blocks_decide_nothing() -> None:
     page = render_trial(replace(OUTCOME, arms=(few,), order=()))
     assert "Not decided" in page
     assert "leave these lines alone" not in page
+
+
+@pytest.mark.parametrize("parts", [(), ("arms",), ("notes",), ("arms", "notes")])
+def test_parts_are_one_blank_line_apart_whichever_there_are(parts: tuple[str, ...]) -> None:
+    given = {"arms": OUTCOME.arms, "order": (), "notes": ("a note",)}
+    page = render_trial(replace(OUTCOME, **{name: given[name] if name in parts else () for name in given}))
+    assert "\n\n\n" not in page
+    assert not page.startswith("\n")
