@@ -109,7 +109,7 @@ def _parser() -> Parser:
         default="emulated",
         help="real: the CUDA device that is there (emulated)",
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="stop the script after N steps (20)")
+    parser.add_argument("--steps", type=_steps, default=20, metavar="N", help="stop the script after N steps (20)")
     parser.add_argument(
         "--format", choices=("text", "json", "sarif", "github"), default="text", help="of the report (text)"
     )
@@ -124,9 +124,22 @@ def _parser() -> Parser:
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text}: a budget is 0 or more")
+    return value
+
+
+def _steps(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 3:
+        raise argparse.ArgumentTypeError(f"{text}: at least 3 are needed, to tell a step from set-up")
     return value
 
 

@@ -33,7 +33,9 @@ class HitCount:
 def hit_counts(capture: Capture) -> tuple[HitCount, ...]:
     """All lines hit inside steps, most hits first. The phase without a profiler counts where there is one."""
     hits = _of_one_phase(capture.hits)
-    inside = hits.take((hits.step >= 0) & (hits.site >= 0) & (hits.kind >= 0))
+    # A step that was cut short holds what came behind the loop, and not all of its own.
+    cut = np.flatnonzero(capture.steps.complete == 0)
+    inside = hits.take((hits.step >= 0) & (hits.site >= 0) & (hits.kind >= 0) & ~np.isin(hits.step, cut))
     if not len(inside):
         return ()
     watched = _watched_steps(capture, inside)

@@ -22,6 +22,7 @@ from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Sev
 from perfdoctor.diagnose.hit_counts import REGULAR_SHARE
 from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program, output_aside
+from perfdoctor.doors.script_end import INTERRUPTED
 from perfdoctor.emulate import EmulatedDevice, emulate_cuda
 from perfdoctor.errors import UsageError
 from perfdoctor.record.call_site import HitLog
@@ -126,6 +127,8 @@ def check_script(
         ends, detector.source = detector.passes, BACKWARDS
     if detector.source != HOOKS:
         notes.append(Note(code="step-source", text=f"steps were taken from {detector.source}"))
+    if exit_code == INTERRUPTED:
+        raise KeyboardInterrupt
     if exit_code:
         raise UsageError(f"{target}: the script failed on {name} (exit code {exit_code}; see above)")
     if len(ends) < 2:

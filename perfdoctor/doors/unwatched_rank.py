@@ -32,7 +32,11 @@ def run_unwatched(target: str, arguments: Sequence[str] = (), options: ScriptOpt
         if not options.keep_going and num_steps >= recorder.plan.total(recorder.stages):
             raise ScriptStopped
 
-    detector = StepDetector(now, ended)
+    def restarted() -> None:
+        nonlocal num_steps
+        num_steps = 0
+
+    detector = StepDetector(now, ended, restarted)
     with as_main(program, arguments):
         detector.install()
         try:

@@ -34,6 +34,10 @@ class Bindings:
         self._grads = [t.grad for t in self._leaves]
         self._addresses = [t.data_ptr() for t in self._tensors]
 
+    def end(self) -> None:
+        """Let go of the gradients: each call of a step may have made its own."""
+        self._grads = []
+
     def look(self, line: Line | None) -> None:
         """Note what differs since the last look as the work of `line`."""
         grads = [t.grad for t in self._leaves]

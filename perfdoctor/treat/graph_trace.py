@@ -58,6 +58,7 @@ class StepTrace:
             sys.setprofile(before[1])
             self._compare()
             self._stack.clear()
+            self.bindings.end()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if file_owner(frame.f_code.co_filename) != USER:

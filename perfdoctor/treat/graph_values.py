@@ -27,6 +27,11 @@ def same(before: Any, now: Any) -> bool:
     return before is now
 
 
+def _same_key(one: Any, other: Any) -> bool:
+    """Keys of a dict. A tensor's hash is its identity: two of them are never compared, which would wait, or raise."""
+    return one is other or (hash(one) == hash(other) and bool(one == other))
+
+
 class Content:
     """What a container held."""
 
@@ -38,7 +43,7 @@ class Content:
         if not isinstance(other, Content) or self.kind is not other.kind or len(self.items) != len(other.items):
             return False
         if issubclass(self.kind, dict):
-            return all(a[0] == b[0] and same(a[1], b[1]) for a, b in zip(self.items, other.items, strict=True))
+            return all(_same_key(a[0], b[0]) and same(a[1], b[1]) for a, b in zip(self.items, other.items, strict=True))
         return all(same(a, b) for a, b in zip(self.items, other.items, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
@@ -104,7 +109,7 @@ def described_change(before: Any, after: Any) -> str:
     if isinstance(before, Content) and isinstance(after, Content) and len(before.items) == len(after.items):
         is_dict = issubclass(before.kind, dict)
         for index, (old, new) in enumerate(zip(before.items, after.items, strict=True)):
-            key, one, other = (old[0], old[1], new[1]) if is_dict and old[0] == new[0] else (index, old, new)
+            key, one, other = (old[0], old[1], new[1]) if is_dict and _same_key(old[0], new[0]) else (index, old, new)
             if not same(one, other):
                 return f"[{key!r}] {described(one)} -> {described(other)}"
     return f"{described(before)} -> {described(after)}"

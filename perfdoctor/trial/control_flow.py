@@ -8,6 +8,7 @@ are handed to (those of other modules included), and out of functions that retur
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -46,6 +47,7 @@ _ITERATING = frozenset(
 # Calls that put what they get into the object they are called on.
 _STORING = frozenset(("append", "appendleft", "extend", "insert", "add", "setdefault"))
 _DEPTH = 3  # functions that are followed into one another
+_MOST_FOLLOWED = 300  # functions and ways to call them; a read whose value goes further is judged by what was seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,7 @@ def _tested_on(tree: ast.Module, file: str, line: int, calls: frozenset[str]) ->
         return read_here or bool(names & valued(given))
 
     return _tested_from(
-        _Origin(tree=tree, file=file, scope=scope, names=names, exact=exact, holds=holds), _depth_in(file)
+        _Origin(tree=tree, file=file, scope=scope, names=names, exact=exact, holds=holds, known={}), _depth_in(file)
     )
 
 
@@ -154,6 +156,7 @@ class _Origin:
     names: set[str]
     exact: set[str]
     holds: Callable[[ast.expr], bool]
+    known: dict[Any, tuple[Tested | None, set[str]]]  # what following a function gave, by how it was called
 
 
 def _tested_from(origin: _Origin, depth: int) -> Tested | None:
@@ -210,14 +213,20 @@ def _reach(origin: _Origin) -> list[tuple[ast.AST, set[str]]]:
 
 def _home(origin: _Origin, name: str) -> ast.AST:
     """The function around (or at) the origin whose variable `name` is, the module where none has it."""
-    functions = [each for each in ast.walk(origin.tree) if isinstance(each, Function)]
-    around = [each for each in functions if each is origin.scope or any(n is origin.scope for n in ast.walk(each))]
-    for function in reversed(around):  # ast.walk goes from the outside in
+    for function in reversed(_around(origin.tree, origin.scope)):
         if name in variables_of(function):
             return function
     return origin.tree
 
 
+@functools.lru_cache(maxsize=1024)
+def _around(tree: ast.Module, scope: ast.AST) -> tuple[Function, ...]:
+    """The functions around a scope and itself, the outermost first."""
+    functions = (each for each in ast.walk(tree) if isinstance(each, Function))
+    return tuple(each for each in functions if any(n is scope for n in ast.walk(each)))
+
+
+@functools.lru_cache(maxsize=1024)
 def _related(tree: ast.Module, scope: ast.AST) -> list[ast.ClassDef]:
     """The class around a function, its bases and what derives from it, in the file."""
     kinds = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -233,11 +242,22 @@ def _tested_in(
     """Where a function decides by some of its parameters, and which attributes of its object it makes of them."""
     if not parameters:
         return None, set()
-    names = set(parameters)
-    _spread(callee.function, names)
     sole = (
         len(call.args) == 1 and not call.keywords and (_is_read(call.args[0]) or dotted(call.args[0]) in origin.exact)
     )
+    key = callee.function, frozenset(parameters), depth, sole, callee.own_name
+    if key not in origin.known:
+        origin.known[key] = None, set()  # a function that comes back to itself adds nothing
+        if len(origin.known) <= _MOST_FOLLOWED:
+            origin.known[key] = _followed(callee, parameters, origin, depth, sole)
+    return origin.known[key]
+
+
+def _followed(
+    callee: Callee, parameters: set[str], origin: _Origin, depth: int, sole: bool
+) -> tuple[Tested | None, set[str]]:
+    names = set(parameters)
+    _spread(callee.function, names)
     inner = _Origin(
         tree=callee.tree,
         file=callee.file,
@@ -245,6 +265,7 @@ def _tested_in(
         names=names,
         exact=set(parameters) if sole else set(),
         holds=lambda given: bool(names & valued(given)),
+        known=origin.known,
     )
     found = _tested_from(inner, depth - 1)
     own = f"{callee.own_name}." if callee.own_name else ""
@@ -260,6 +281,7 @@ def _statement(tree: ast.Module, line: int) -> ast.AST | None:
     return found
 
 
+@functools.lru_cache(maxsize=1024)
 def _outer(scope: ast.AST) -> set[str]:
     """Names that a function shares with what is around it."""
     return {n for each in ast.walk(scope) if isinstance(each, ast.Global | ast.Nonlocal) for n in each.names}
@@ -302,8 +324,7 @@ def _names_from(
     """Names that hold what the line reads, and those that hold exactly it: followed until nothing new comes up."""
     names: set[str] = set()
     exact: set[str] = set()
-    flows = list(_flows(scope))
-    for flow in flows:
+    for flow in _flows(scope):
         if any(spans(source, line) and _gives(flow, source, calls, statement) for source in flow.sources):
             names |= flow.targets
             if _is_read(flow.sources[0]):
@@ -314,12 +335,12 @@ def _names_from(
 
 def _spread(scope: ast.AST, names: set[str]) -> None:
     """Follow the names through assignments until nothing new comes up."""
-    flows = list(_flows(scope))
+    flows = [(flow, [valued(source) for source in flow.sources]) for flow in _flows(scope)]
     size = -1
     while size != len(names):
         size = len(names)
-        for flow in flows:
-            if any(names & valued(source) for source in flow.sources):
+        for flow, used in flows:
+            if any(names & each for each in used):
                 names |= flow.targets
 
 
@@ -335,7 +356,12 @@ def _gives(flow: Flow, source: ast.expr, calls: frozenset[str], statement: ast.A
     return can_hold(Test(expression=source, truth=True), calls, statement) if inside else False
 
 
-def _flows(scope: ast.AST) -> Iterator[Flow]:
+@functools.lru_cache(maxsize=1024)
+def _flows(scope: ast.AST) -> tuple[Flow, ...]:
+    return tuple(_flows_in(scope))
+
+
+def _flows_in(scope: ast.AST) -> Iterator[Flow]:
     """Where values go: assignments, the variables of loops, and what an `if` notes in a name."""
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:

@@ -155,15 +155,17 @@ class Trial:
             neutraliser = suspect.neutraliser
             if neutraliser is not None:
                 neutraliser.settle(edge)
+            if neutraliser is not None and len(able) >= self._most:  # not asked: an answer may take a graph capture
+                neutraliser.observing = False
+                self._left_out += 1
+                continue
             why = suspect.refusal if neutraliser is None else neutraliser.refusal()
             if neutraliser is not None:
                 neutraliser.observing = False
             if why or neutraliser is None:
                 self._refusals[i] = why
-            elif len(able) < self._most:
-                able.append(suspect)
             else:
-                self._left_out += 1
+                able.append(suspect)
         self._arms = single_arms(able)
         self._lay_out(step_ns)
         self._hooks.keep({id(each): each for arm in self._arms for each, _ in arm.switches}.values())

@@ -157,11 +157,19 @@ _Source = tuple[str, ast.Module, str]  # file, its tree, the name in it that is 
 
 def _functions(source: _Source, name: str) -> Iterator[Callee]:
     file, tree, own = source
-    wanted = own or name
-    inside = {id(each) for kind in _classes(tree) for each in kind.body}
+    for node in _free_functions(tree).get(own or name, ()):
+        yield Callee(function=node, file=file, tree=tree)
+
+
+@functools.lru_cache(maxsize=64)  # walking a large file once for each call in it takes minutes
+def _free_functions(tree: ast.Module) -> dict[str, list[Function]]:
+    """Functions that are no methods, by name."""
+    inside = {each for kind in _classes(tree) for each in kind.body}
+    found: dict[str, list[Function]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, Function) and node.name == wanted and id(node) not in inside:
-            yield Callee(function=node, file=file, tree=tree)
+        if isinstance(node, Function) and node not in inside:
+            found.setdefault(node.name, []).append(node)
+    return found
 
 
 def _own_methods(tree: ast.Module, file: str, call: ast.Call, name: str) -> list[Callee]:
@@ -169,7 +177,8 @@ def _own_methods(tree: ast.Module, file: str, call: ast.Call, name: str) -> list
     assert isinstance(call.func, ast.Attribute)
     if dotted(call.func.value) != "self":
         return []
-    around = [kind for kind in _classes(tree) if any(node is call for node in ast.walk(kind))][-1:]
+    kind = _class_around(tree).get(call)
+    around = [] if kind is None else [kind]
     found = [(kind, node) for kind in around for node in kind.body if isinstance(node, Function) and node.name == name]
     return [Callee(function=node, file=file, tree=tree, owner=kind, receiver="self") for kind, node in found]
 
@@ -187,19 +196,32 @@ def _methods(
                 yield Callee(function=node, file=where, tree=whole, owner=kind, receiver=receiver)
 
 
-def _classes(tree: ast.AST) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+@functools.lru_cache(maxsize=64)
+def _classes(tree: ast.AST) -> tuple[ast.ClassDef, ...]:
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+@functools.lru_cache(maxsize=64)
+def _class_around(tree: ast.Module) -> dict[ast.AST, ast.ClassDef]:
+    """The innermost class around each call in a class."""
+    return {node: kind for kind in _classes(tree) for node in ast.walk(kind) if isinstance(node, ast.Call)}
+
+
+@functools.lru_cache(maxsize=64)
+def _makers(tree: ast.Module) -> dict[str, set[str]]:
+    """Names that the result of a call is assigned to -> what is called."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in {name for target in targets for name in bound(target)}:
+                found.setdefault(name, set()).add(dotted(node.value.func))
+    return found
 
 
 def _classes_of(tree: ast.Module, file: str, receiver: str) -> Iterator[tuple[str, ast.Module, ast.ClassDef]]:
     """The classes whose calls are assigned to `receiver` anywhere in the file."""
-    made = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(receiver in bound(target) for target in targets):
-                made.add(dotted(node.value.func))
-    for name in made:
+    for name in _makers(tree).get(receiver, ()):
         yield from ((file, tree, each) for each in _classes(tree) if each.name == name)
         first, _, last = name.rpartition(".")
         source = _imported(tree).get(first or name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodDescriptorType, MethodType, WrapperDescriptorType
 from typing import Any
 
 from perfdoctor.record.call_site import library_kind, user_frame
@@ -54,6 +54,7 @@ _DEVICE_READERS = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
 _FILLED = frozenset(("zeros", "ones", "eye", "rand", "randn", "randperm", "empty", "new_zeros", "new_ones"))
 _HOST_INDICES = frozenset(("tolist", "list", "range", "tuple", "sorted", "numpy", "permutation", "sample", "choice"))
 _COPIES = frozenset(("to", "cuda", "copy_", "type", "type_as", "_to_copy", "set_data", "pin_memory"))
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, WrapperDescriptorType)
 _SCALAR_MODULES = frozenset(("math", "np", "numpy", "operator", "statistics"))
 _TESTS = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
 _MASK_CALLS = ("is", "logical_", "bool", "eq", "ne", "lt", "gt", "le", "ge", "bernoulli", "any", "all", "_mask")
@@ -112,7 +113,8 @@ def _call_kind(node: ast.Call, frame: FrameType) -> str | None:
     mapped = _mapped_name(node)
     if mapped in _CALLS:
         return _CALLS[mapped]
-    alias = getattr(peek(node.func, frame), "__name__", "") if isinstance(node.func, ast.Name) else ""
+    function = peek(node.func, frame) if isinstance(node.func, ast.Name) else None
+    alias = function.__name__ if isinstance(function, _FUNCTIONS) else ""  # anything else may answer by code of its own
     if alias in _CALLS:
         return _CALLS[alias]
     if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):

@@ -8,6 +8,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 UNKNOWN = object()
+# Keys that no code is asked for: a device tensor's __index__ waits, inside the hook that a wait has called.
+_KEYS = (int, str, bool, float, bytes, type(None))
 _LEAVING = frozenset(("to", "cpu", "cuda", "numpy", "item", "tolist", "size", "dim", "numel", "type", "data_ptr"))
 
 
@@ -74,8 +76,12 @@ def _attribute(value: Any, name: str) -> Any:
     return UNKNOWN
 
 
+def _parts(key: Any) -> tuple[Any, ...]:
+    return (key.start, key.stop, key.step) if isinstance(key, slice) else (key,)
+
+
 def _item(container: Any, key: Any) -> Any:
-    if key is UNKNOWN or type(container) not in (dict, list, tuple):
+    if type(container) not in (dict, list, tuple) or not all(type(part) in _KEYS for part in _parts(key)):
         return UNKNOWN
     try:
         return container[key]

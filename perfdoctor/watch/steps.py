@@ -19,6 +19,8 @@ from perfdoctor.watch.patches import Patches
 PATIENCE = 16
 # And so many passes where nothing has built a torch optimizer. Some loops build theirs after the first batch.
 _WITHOUT_OPTIMIZER = 2
+# Where one has been built it may still step: gradients are added up over hundreds of passes in some loops.
+_BESIDE_OPTIMIZER = 256
 
 HOOKS, BATCHES, BACKWARDS, MARKS = "optimizer hooks", "batches", "backward passes", "session.step()"
 
@@ -39,7 +41,6 @@ class StepDetector:
         self._restarted = restarted
         self._handles: list[Any] = []
         self._patches = Patches()
-        self._engine = Patches()  # until the first update
         self.passes: list[Any] = []  # the stamps of backward passes without an update, as far as patience goes
         self._seen: set[int] = set()
         self._cycle: frozenset[int] = frozenset()
@@ -75,26 +76,11 @@ class StepDetector:
             return result
 
         self._patches.replace(GradScaler, "update", updated)
-        self._count_passes()
-
-    def _count_passes(self) -> None:
-        """Count backward passes until an optimizer steps. All go through one name, which no compiler looks at."""
-        torch: Any = sys.modules["torch"]
-        run: Any = torch.autograd._engine_run_backward
-
-        @functools.wraps(run)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            result = run(*args, **kwargs)
-            # Reentrant checkpointing runs a pass inside a pass.
-            if not self.idle and torch._C._current_graph_task_id() == -1 and not _capturing():
-                self.passed()
-            return result
-
-        self._engine.replace(torch.autograd, "_engine_run_backward", counted)
+        _ENGINE.add(self)
 
     def remove(self) -> None:
         """Take the hooks back."""
-        self._engine.undo()
+        _ENGINE.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -109,7 +95,7 @@ class StepDetector:
             self.optimizers[key] = weakref.ref(optimizer)
         if self.source in (BATCHES, BACKWARDS):
             self._restarted()
-        self._engine.undo()
+        _ENGINE.discard(self)
         self.passes.clear()
         self.expect(self._num_batches)
         self.source, self._updated, self._num_batches = HOOKS, True, 0
@@ -148,8 +134,15 @@ class StepDetector:
             self._end(self._stamp_now())
         elif self.source == HOOKS and not self.optimizers:
             self.passes.append(self._stamp_now())
-            if len(self.passes) > (self._patience if _optimizer_built() else _WITHOUT_OPTIMIZER):
-                self.source = BACKWARDS
+            if len(self.passes) > (_BESIDE_OPTIMIZER if _optimizer_built() else _WITHOUT_OPTIMIZER):
+                self._give_up_updates()
+
+    def _give_up_updates(self) -> None:
+        """Batches come before passes: a loop may make several passes over each."""
+        if self._num_batches > 1:
+            self.source = BATCHES
+        elif not self._num_batches or len(self.passes) > PATIENCE:
+            self.source = BACKWARDS
 
     def mark(self) -> None:
         """The user says that a step ends here."""
@@ -159,6 +152,71 @@ class StepDetector:
     def _end(self, stamp: Any) -> None:
         self._seen.clear()
         self._ended(stamp)
+
+
+class _Engine:
+    """Tells the detectors that wait for a first update of each backward pass. All go through one name.
+
+    One wrapper for all of them: of two, the inner one could not be taken away first.
+    """
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._detectors: list[StepDetector] = []
+
+    def add(self, detector: StepDetector) -> None:
+        self._detectors.append(detector)
+        if self._patches:
+            return
+        torch: Any = sys.modules["torch"]
+        run: Any = torch.autograd._engine_run_backward
+        frames: Any = torch._C._dynamo.eval_frame
+        compiling = torch.compiler.is_compiling
+
+        @functools.wraps(run)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            # torch.compile traces passes while it compiles; reentrant checkpointing runs a pass inside a pass.
+            if compiling() or torch._C._current_graph_task_id() != -1:
+                return result
+            # A compiled step breaks at backward(), and what that calls would be compiled in its turn: not this.
+            compiler = frames.set_eval_frame(None)
+            try:
+                for each in () if _capturing() else tuple(self._detectors):
+                    if not each.idle:
+                        each.passed()
+            finally:
+                frames.set_eval_frame(compiler)
+            return result
+
+        wrapper: Any = counted
+        if _skipped(wrapper.__code__):
+            self._patches.replace(torch.autograd, "_engine_run_backward", counted)
+
+    def discard(self, detector: StepDetector) -> None:
+        """Safe to call twice."""
+        self._detectors = [each for each in self._detectors if each is not detector]
+        if not self._detectors:
+            self._patches.undo()
+
+
+_ENGINE = _Engine()
+
+
+def _skipped(code: Any) -> bool:
+    """Have torch.compile run it as it is. What it calls is looked at as ever: hooks of the user's.
+
+    False where this torch has another way to say so: the passes are then not counted.
+    """
+    frames: Any = sys.modules["torch"]._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # until 2.6
+        frames.skip_code(code)
+        return True
+    if not hasattr(frames, "_FrameExecStrategy"):
+        return False
+    action = frames._FrameAction
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return True
 
 
 def _optimizer_built() -> bool:

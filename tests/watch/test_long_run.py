@@ -308,7 +308,14 @@ def test_a_recompilation_is_seen() -> None:
 
 def patched() -> list[Any]:
     """Everything that a long run replaces."""
-    return [torch.save, torch.nn.Module.train, DataLoader.__iter__, torch.amp.GradScaler.update, list(gc.callbacks)]
+    return [
+        torch.save,
+        torch.nn.Module.train,
+        DataLoader.__iter__,
+        torch.amp.GradScaler.update,
+        list(gc.callbacks),
+        torch.autograd._engine_run_backward,
+    ]
 
 
 def test_everything_is_as_before_even_after_an_error() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perfdoctor.watch import steps
-from perfdoctor.watch.steps import BACKWARDS, BATCHES, HOOKS, MARKS, PATIENCE, StepDetector
+from perfdoctor.watch.steps import _BESIDE_OPTIMIZER, BACKWARDS, BATCHES, HOOKS, MARKS, PATIENCE, StepDetector
 
 
 @pytest.fixture
@@ -196,8 +196,20 @@ def test_backward_passes_stand_in_where_parameters_are_updated_by_hand(detector,
 def test_where_an_optimizer_could_still_step_passes_need_patience(detector):
     optimizer()
     weight = torch.ones(2, requires_grad=True)
-    for _ in range(PATIENCE + 4):
+    for _ in range(_BESIDE_OPTIMIZER + 4):
         manual_update(weight, "backward")
+    assert len(detector.ends) == 3
+
+
+def test_gradients_added_up_over_many_passes_are_one_step(detector):
+    """No batches are seen, and the first update comes after 100 passes."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    one = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        for _ in range(100):
+            weight.sum().backward()
+        one.step()
+    assert detector.source == HOOKS
     assert len(detector.ends) == 3
 
 
@@ -263,3 +275,59 @@ def test_the_engine_s_name_is_put_back():
     assert torch.autograd._engine_run_backward is before
     detector.remove()
     assert torch.autograd._engine_run_backward is before
+
+
+def test_two_detectors_put_the_engine_s_name_back_in_either_order():
+    before = torch.autograd._engine_run_backward
+    for first in (0, 1):
+        detectors = [StepDetector(lambda: 0, lambda stamp: None) for _ in range(2)]
+        for each in detectors:
+            each.install()
+        detectors[first].remove()
+        assert torch.autograd._engine_run_backward is not before
+        detectors[1 - first].remove()
+        assert torch.autograd._engine_run_backward is before
+
+
+def test_two_passes_over_each_batch_are_one_step(detector, nothing_built):
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(20):
+        detector.requested()
+        manual_update(weight, "backward")
+        manual_update(weight, "backward")
+    assert detector.source == BATCHES
+    assert 15 <= len(detector.ends) <= 20
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_is_compiled_as_ever(nothing_built):
+    """A compiled function breaks at backward(); what counts passes there is not compiled, whatever the user's code."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    def frames(watched):
+        torch._dynamo.reset()
+        counters.clear()
+        weight = torch.ones(2, requires_grad=True)
+
+        @torch.compile(backend="eager")
+        def step(x):
+            loss = (weight * x).sum()
+            loss.backward()
+            return loss.detach() * 2
+
+        found = StepDetector(lambda: 0, lambda stamp: None)
+        if watched:
+            found.install()
+        try:
+            for _ in range(8):
+                step(torch.ones(2))
+        finally:
+            found.remove()
+        return counters["frames"]["total"], sum(counters["graph_break"].values()), len(found.passes)
+
+    (plain, breaks, _), (total, broken, passes) = frames(False), frames(True)
+    assert passes == 3
+    assert broken == breaks
+    assert total <= plain + 2
+    torch._dynamo.reset()
