@@ -479,3 +479,24 @@ def test_the_item_of_a_container_that_changes_is_shown() -> None:
     assert "changes counts in Python (['seen'] 3 -> 4)" in text
     assert "changes names in Python ([1] '3' -> '4')" in text
     assert (counts, names) == ({"seen": 1, "kept": 5}, ["a", "b"])
+
+
+def test_a_dict_keyed_by_parameters_is_walked_and_put_back(device: None) -> None:
+    """Of two such keys nobody asks whether they are equal: that would wait for the device, or raise."""
+    model = nn.Linear(4, 4).to("cuda")
+    averages = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    before = {id(key): value.clone() for key, value in averages.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, average in averages.items():
+                average.lerp_(parameter, 0.1)
+        return loss
+
+    assert "capture-sync" not in {row.code for row in graph_obstacles(step, torch.ones(2, 4, device="cuda"))}
+    assert all(torch.equal(value, before[id(key)]) for key, value in averages.items())

@@ -1,5 +1,6 @@
 """Kinds from the expression that is executed. A stand-in for a device tensor asks at the moment torch would warn."""
 
+import ast
 import sys
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from perfdoctor.watch.call_kind import call_kind
+from perfdoctor.watch.peek import UNKNOWN, peek
 
 
 class Device(torch.Tensor):
@@ -219,3 +221,37 @@ def test_the_graph_names_the_op_of_a_backward():
     assert kind_of((x * 2).sum()) == "other_sync"
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         assert kind_of((x * 2).sum()) == "anomaly_check"
+
+
+class OwnCode:
+    """An object whose own code must not run, or not be trusted, while the kind is found."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __call__(self, *args):
+        return bool(self.x)
+
+    def __getattr__(self, name):
+        return []  # also for __name__, which nothing can look up in a table
+
+    def __index__(self):
+        raise AssertionError("a key was asked for its number")
+
+
+def test_no_code_of_an_objects_runs_for_its_name_or_its_number(tmp_path):
+    own = OwnCode(torch.zeros(()).as_subclass(Device))
+    assert kinds("own(n)", tmp_path, own=own)  # whatever it is called: a kind, and no TypeError
+    file = tmp_path / "line.py"
+    for code in ("float(kept[own])", "float(kept[own:])", "float(kept[n:own])"):
+        frame = _frame_at(file, code, {"kept": [1.0], "own": own, "n": 0})
+        tree = ast.parse(code).body[0].value
+        assert peek(tree.args[0], frame) is UNKNOWN
+
+
+def _frame_at(file, code, names):
+    """A frame in which those names can be looked up."""
+    names["_here"] = lambda: sys._getframe(1)
+    file.write_text("frame = _here()\n")
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    return names["frame"]
