@@ -81,7 +81,7 @@ def misplaced(command: Command, verb: str, parser: argparse.ArgumentParser) -> s
     target = f"-m {command.target}" if command.module else command.target
     names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in found))
     hint = (
-        f"{names} behind {target} went to the script. perfdoctor's own options stand in front of it: "
+        f"{names} behind {target} went to the script. What is meant for perfdoctor stands in front of it: "
         f"perfdoctor {verb} {' '.join((*command.own, *_with_values(command.arguments, found)))} {target} ..."
     )
     print(f"perfdoctor: {hint}", file=sys.stderr, flush=True)
