@@ -18,6 +18,8 @@ Each message names the thing, says what was expected and gives the next move.
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # the exit code that a shell reports for a process that SIGINT ended
+
 
 class PerfDoctorError(Exception):
     """The root: `except PerfDoctorError` catches everything that perfdoctor raises on purpose."""

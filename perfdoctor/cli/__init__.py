@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from perfdoctor.cli.output import Outcome, write_whole
-from perfdoctor.errors import PerfDoctorError, UsageError
+from perfdoctor.errors import INTERRUPTED, PerfDoctorError, UsageError
 from perfdoctor.version import VERSION
 
 # Each verb is the module of its name, imported when it is used: `analyze` must not pay for `run`.
@@ -54,7 +54,7 @@ def _main(argv: Sequence[str], delivered_alone: Callable[[], None]) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     except KeyboardInterrupt:
         _complain("interrupted")
-        return 130
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()
         _complain("this is a bug in perfdoctor; please report it with the lines above")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfdoctor.cli.output import Outcome, Parser, check_output, write_whole
+from perfdoctor.cli.output import Outcome, Parser, check_output, number, whole_number, write_whole
 from perfdoctor.cli.run import misplaced, split_command
 from perfdoctor.errors import UsageError
 from perfdoctor.record.owners import package_path
@@ -124,20 +124,14 @@ def _parser() -> Parser:
 
 
 def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    value = number(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text}: a budget is 0 or more")
     return value
 
 
 def _steps(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    value = whole_number(text)
     if value < 3:
         raise argparse.ArgumentTypeError(f"{text}: at least 3 are needed, to tell a step from set-up")
     return value

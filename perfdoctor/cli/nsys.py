@@ -19,12 +19,10 @@ from perfdoctor.cli.progress import progress
 from perfdoctor.diagnose import diagnose_ranks
 from perfdoctor.doors.nsys import NsysRun, record
 from perfdoctor.doors.nsys_command import Options, default_name
-from perfdoctor.errors import UsageError
+from perfdoctor.errors import INTERRUPTED, UsageError
 from perfdoctor.record.nsys_scrub import scrub_export
 from perfdoctor.report.page import Report
 from perfdoctor.units import format_plural
-
-_INTERRUPTED = 130
 
 
 def execute(argv: Sequence[str]) -> Outcome:
@@ -61,9 +59,9 @@ def execute(argv: Sequence[str]) -> Outcome:
 
 
 def _report(run: NsysRun, words: Sequence[str], options: argparse.Namespace) -> Outcome:
-    code = _INTERRUPTED if run.interrupted else run.exit_code
+    code = INTERRUPTED if run.interrupted else run.exit_code
     messages = run.messages
-    if code not in (0, _INTERRUPTED):
+    if code not in (0, INTERRUPTED):
         messages = (f"the command ended with exit code {code}", *messages)
     if not run.captures:
         if code == 0:

@@ -49,20 +49,30 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def count(text: str) -> int:
     """The type of an option that takes a number of things, 1 or more."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    value = whole_number(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least one is needed")
     return value
 
 
-def _percent(text: str) -> float:
+def whole_number(text: str) -> int:
+    """An option's text as a whole number; ArgumentTypeError says that it is none."""
     try:
-        value = float(text)
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def number(text: str) -> float:
+    """An option's text as a number; ArgumentTypeError says that it is none."""
+    try:
+        return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def _percent(text: str) -> float:
+    value = number(text)
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to 100")
     return value

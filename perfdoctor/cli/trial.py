@@ -23,7 +23,7 @@ from typing import Any
 from perfdoctor.cli.output import Outcome, Parser, check_output, count
 from perfdoctor.cli.run import Command, is_alone, misplaced, split_command
 from perfdoctor.doors.script import output_aside
-from perfdoctor.errors import UsageError
+from perfdoctor.errors import INTERRUPTED, UsageError
 
 _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
 
@@ -95,7 +95,6 @@ def _try(command: Command, options: argparse.Namespace) -> Any:
 
 def _treat(command: Command, options: argparse.Namespace) -> Outcome:
     with _device(options) as device:
-        from perfdoctor.doors.script_end import INTERRUPTED
         from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
         from perfdoctor.report.progress import ProgressLine
         from perfdoctor.treat.switches import TREATMENTS

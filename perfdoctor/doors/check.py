@@ -22,17 +22,13 @@ from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Sev
 from perfdoctor.diagnose.hit_counts import REGULAR_SHARE
 from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program, output_aside
-from perfdoctor.doors.script_end import INTERRUPTED
 from perfdoctor.emulate import EmulatedDevice, emulate_cuda
-from perfdoctor.errors import UsageError
+from perfdoctor.errors import INTERRUPTED, UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Note, Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, UNSYNCHRONISED_READ, SyncKind
 from perfdoctor.units import format_plural
 from perfdoctor.watch.steps import BACKWARDS, HOOKS, StepDetector, now
-
-# A line that is seen in at least half of the steps belongs to the step; less often it is a line that logs or evaluates.
-_PER_STEP_SHARE = REGULAR_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +54,7 @@ class CheckedSite:
     @property
     def per_step(self) -> bool:
         """Whether it belongs to the step."""
-        return self.share >= _PER_STEP_SHARE
+        return self.share >= REGULAR_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from perfdoctor.doors.script import output_aside
-from perfdoctor.errors import UsageError
+from perfdoctor.errors import INTERRUPTED, UsageError
 
 _FOLDERS = (
     "/opt/nvidia/nsight-systems/*/bin",
@@ -121,19 +121,19 @@ def run_nsys(
                 told = True
                 tell(f"interrupted: waiting for process {process.pid} and its script; interrupt again to kill them")
             if asked and asked[-1] - asked[0] > _ONCE_S:
-                return _ended(process, exit_code=130, interrupted=True)
+                return _ended(process, exit_code=INTERRUPTED, interrupted=True)
             if time.monotonic() > begin_until and not begun():
-                return replace(_ended(process, exit_code=1, interrupted=bool(asked)), begun=begun())
+                return _ended(process, exit_code=1, interrupted=bool(asked), begun=False)
             ended = ended_at()
             allowed = _INTERRUPT_LIMIT_S if asked else limit_s
             if ended is not None and time.time() - ended > allowed:
                 return _ended(process, exit_code=1, interrupted=bool(asked))
 
 
-def _ended(process: subprocess.Popen[bytes], *, exit_code: int, interrupted: bool) -> Ending:
+def _ended(process: subprocess.Popen[bytes], *, exit_code: int, interrupted: bool, begun: bool = True) -> Ending:
     _end_nsys(process.pid)
     process.wait()
-    return Ending(exit_code=exit_code, interrupted=interrupted, hung=True)
+    return Ending(exit_code=exit_code, interrupted=interrupted, hung=True, begun=begun)
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
-from perfdoctor.doors.script_end import INTERRUPTED
 from perfdoctor.doors.session import Session
-from perfdoctor.errors import UsageError
+from perfdoctor.errors import INTERRUPTED, UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Capture
 from perfdoctor.report.progress import ProgressLine

@@ -20,7 +20,6 @@ from typing import Any
 from perfdoctor.record.owners import PERFDOCTOR, PYTHON, TORCH, file_owner
 from perfdoctor.watch.patches import Patches
 
-INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
 _MOST_SECONDS = 5.0  # that threads are waited for; one that goes on is kept from the user's files (sandbox_audit.py)
 # Exit functions that these register end something that the process still needs.
 _OUTLIVE = frozenset({PERFDOCTOR, PYTHON, TORCH})

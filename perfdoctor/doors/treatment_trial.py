@@ -22,12 +22,12 @@ from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
-from perfdoctor.doors.script_end import INTERRUPTED, ended_inside
+from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.script_errors import caught_errors
 from perfdoctor.doors.session import Session
 from perfdoctor.doors.treatment_processes import TreatmentProcesses
 from perfdoctor.doors.trial import files_of, refuse_ranks
-from perfdoctor.errors import SessionError
+from perfdoctor.errors import INTERRUPTED, SessionError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.treat.cures import treatments_for

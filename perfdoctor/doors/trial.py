@@ -14,9 +14,9 @@ from perfdoctor.diagnose import diagnose
 from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.rank_gathering import rank_of_run
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
-from perfdoctor.doors.script_end import INTERRUPTED, ended_inside
+from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.session import Session
-from perfdoctor.errors import SessionError, TrialRefused
+from perfdoctor.errors import INTERRUPTED, SessionError, TrialRefused
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.report.trial import TrialReport

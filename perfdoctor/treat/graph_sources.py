@@ -16,7 +16,7 @@ from typing import Any
 
 from perfdoctor.record.capture import Frame, Site
 from perfdoctor.record.owners import USER, file_owner, shown_file
-from perfdoctor.record.syntax import parsed
+from perfdoctor.record.syntax import tree_of
 
 _MOST_CALLS = 4  # functions called by functions called ... by the loop
 
@@ -182,10 +182,21 @@ def _last_name(node: ast.AST) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else None
 
 
+def assigned(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to, the items of a tuple each; nothing for one that is no assignment."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return []
+    return [leaf for each in targets for leaf in (each.elts if isinstance(each, ast.Tuple | ast.List) else [each])]
+
+
 @functools.lru_cache(maxsize=64)
 def syntax_tree(file: str) -> ast.Module:
     """The file's source; empty where it cannot be read."""
-    return parsed("".join(linecache.getlines(file))) or ast.Module(body=[], type_ignores=[])
+    return tree_of(file) or ast.Module(body=[], type_ignores=[])
 
 
 @functools.lru_cache(maxsize=64)
@@ -253,7 +264,7 @@ def _called_names(file: str, seen: set[Function | None]) -> set[str]:
     names = set()
     for node in ast.walk(syntax_tree(file)):
         if isinstance(node, ast.Call) and innermost(file, node.lineno) in seen:
-            names.add(node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", ""))
+            names.add(_called(node) or "")
     return names
 
 

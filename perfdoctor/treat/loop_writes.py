@@ -15,7 +15,15 @@ import torch
 
 from perfdoctor.record.capture import Site
 from perfdoctor.treat.graph_python_state import attribute_names
-from perfdoctor.treat.graph_sources import NameSpace, innermost, is_space, reached_functions, site, syntax_tree
+from perfdoctor.treat.graph_sources import (
+    NameSpace,
+    assigned,
+    innermost,
+    is_space,
+    reached_functions,
+    site,
+    syntax_tree,
+)
 
 _unknown = object()
 _NUMBERS = (bool, int, float)
@@ -71,14 +79,7 @@ def state_writes(around: Surroundings, objects: list[Any]) -> list[tuple[str, An
 
 
 def _targets(node: ast.AST) -> list[ast.Attribute | ast.Subscript]:
-    if isinstance(node, ast.Assign):
-        targets: list[ast.expr] = node.targets
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-        targets = [node.target]
-    else:
-        return []
-    leaves = [leaf for t in targets for leaf in (t.elts if isinstance(t, ast.Tuple | ast.List) else [t])]
-    return [leaf for leaf in leaves if isinstance(leaf, ast.Attribute | ast.Subscript)]
+    return [leaf for leaf in assigned(node) if isinstance(leaf, ast.Attribute | ast.Subscript)]
 
 
 def _written(

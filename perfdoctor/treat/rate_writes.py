@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from perfdoctor.record.capture import Site
-from perfdoctor.treat.graph_sources import Function, NameSpace, innermost, reached_functions, site, syntax_tree
+from perfdoctor.treat.graph_sources import (
+    Function,
+    NameSpace,
+    assigned,
+    innermost,
+    reached_functions,
+    site,
+    syntax_tree,
+)
 
 _absent = object()
 
@@ -44,13 +52,11 @@ def _number(name: str, value: Any) -> bool:
 def _writes(file: str) -> Iterator[tuple[int, str, ast.expr]]:
     """(line, key, the dict that is written) of every `... ["lr"] = `, `....update(lr=...)` and their like."""
     for node in ast.walk(syntax_tree(file)):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in [leaf for t in targets for leaf in (t.elts if isinstance(t, ast.Tuple | ast.List) else [t])]:
-                key = target.slice if isinstance(target, ast.Subscript) else None
-                if isinstance(target, ast.Subscript) and isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield target.lineno, key.value, target.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+        for target in assigned(node):
+            key = target.slice if isinstance(target, ast.Subscript) else None
+            if isinstance(target, ast.Subscript) and isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield target.lineno, key.value, target.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
             yield from ((node.lineno, name, node.func.value) for name in _updated(node))
 
 

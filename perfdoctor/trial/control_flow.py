@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfdoctor.record.owners import USER, file_owner
+from perfdoctor.record.syntax import tree_of
 from perfdoctor.trial.call_hooks import Place
 from perfdoctor.trial.deciding_tests import (
     HARMLESS,
@@ -35,7 +36,6 @@ from perfdoctor.trial.source_names import (
     callees,
     dotted,
     mentioned,
-    tree_of,
     valued,
     variables_of,
 )

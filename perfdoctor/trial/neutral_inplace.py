@@ -8,12 +8,11 @@ and the others do nothing. Operands may be tensors that stay, or the gradients o
 from __future__ import annotations
 
 import ast
-import linecache
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from perfdoctor.record.syntax import parsed
+from perfdoctor.record.syntax import tree_of
 from perfdoctor.trial.call_hooks import CallHooks, Place
 from perfdoctor.trial.neutraliser import Mode, Neutraliser
 
@@ -117,7 +116,7 @@ class NeutralInplace(Neutraliser):
 def loop_around(place: Place) -> Place:
     """The lines of the innermost `for` around a place; the place itself where there is none or it is the whole loop
     over the batches (one that holds a `backward`)."""
-    tree = parsed("".join(linecache.getlines(place.file)))
+    tree = tree_of(place.file)
     if tree is None:
         return place
     found = place

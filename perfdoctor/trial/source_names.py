@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import ast
 import functools
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from perfdoctor.record.instruction import call_name
 from perfdoctor.record.owners import USER, file_owner
-from perfdoctor.record.syntax import parsed
+from perfdoctor.record.syntax import tree_of
 
 CONTENT = "[]"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def tree_of(file: str) -> ast.Module | None:
-    """The parsed file, None where there is no source."""
-    return _parsed("".join(linecache.getlines(file)))
-
-
-_parsed = functools.lru_cache(maxsize=64)(parsed)
 
 
 def dotted(node: ast.AST) -> str:
@@ -93,8 +85,7 @@ def variables_of(function: Function) -> set[str]:
 
 def called(node: ast.Call) -> str:
     """The last name of what is called."""
-    func = node.func
-    return func.attr if isinstance(func, ast.Attribute) else (func.id if isinstance(func, ast.Name) else "")
+    return call_name(node.func)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,12 @@ def cuda_active() -> bool:
     return torch is not None and bool(torch.version.cuda or torch.version.hip) and bool(torch.cuda.is_initialized())
 
 
+def capturing() -> bool:
+    """Whether the current stream is in a CUDA graph capture. torch is loaded."""
+    torch: Any = sys.modules["torch"]
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def stamp_now() -> Stamp:
     """Now. On a GPU about 5 us of host time: an event is recorded, nothing waits for it."""
     if not cuda_active():

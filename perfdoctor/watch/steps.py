@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from perfdoctor.watch.clocks import capturing
 from perfdoctor.watch.patches import Patches
 
 # So many batches or backward passes without any optimizer update, and torch's hooks do not reach what updates.
@@ -88,7 +89,8 @@ class StepDetector:
 
     def updated(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        if self.source == MARKS or _capturing():
+        # While a CUDA graph is captured no step runs, and an event recorded here would become part of the graph.
+        if self.source == MARKS or capturing():
             return
         key = id(optimizer)
         if key not in self.optimizers:
@@ -182,7 +184,7 @@ class _Engine:
             # A compiled step breaks at backward(), and what that calls would be compiled in its turn: not this.
             compiler = frames.set_eval_frame(None)
             try:
-                for each in () if _capturing() else tuple(self._detectors):
+                for each in () if capturing() else tuple(self._detectors):
                     if not each.idle:
                         each.passed()
             finally:
@@ -231,9 +233,3 @@ def _optimizer_built() -> bool:
 def now() -> int:
     """The clock of every mark: Unix time in ns, as in CUDA-only recordings."""
     return time.time_ns()
-
-
-def _capturing() -> bool:
-    # While a CUDA graph is captured no step runs, and an event recorded here would become part of the graph.
-    torch: Any = sys.modules["torch"]
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -33,6 +33,7 @@ from perfdoctor.record.call_site import Hit, HitLog
 from perfdoctor.record.capture import Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, SyncKind
 from perfdoctor.units import format_plural
+from perfdoctor.watch.clocks import capturing
 
 Mode = Literal["error", "warn", "record"]
 # One call of these makes several raw syncs (print of a scalar: 8 on an H200), microseconds apart: one hit each.
@@ -239,7 +240,7 @@ class _Source:
         if crossings.is_emulated():
             crossings.join(self._log)
             self._joined = True
-        elif torch.cuda.is_available() and not _capturing():
+        elif torch.cuda.is_available() and not capturing():
             from perfdoctor.watch.call_sites import CallSiteHooks
 
             self._hooks = CallSiteHooks(self._log)
@@ -257,18 +258,13 @@ class _Source:
     def _heard(self, hit: Hit) -> None:
         self._log.hits.clear()  # the guards keep what they count; a guard may stay open for days
         guards = _thread.guards
-        if not guards or KINDS[hit.kind].code == GARBAGE_COLLECTION or _capturing():
+        if not guards or KINDS[hit.kind].code == GARBAGE_COLLECTION or capturing():
             return
         # All count before one raises; the innermost speaks first.
         complaints = [(guard, guard._count(hit, self._log)) for guard in reversed(guards)]
         for guard, text in complaints:
             if text:
                 guard._complain(text)
-
-
-def _capturing() -> bool:
-    torch: Any = sys.modules["torch"]
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 _source = _Source()
