@@ -1,5 +1,7 @@
 """torch.compile beside the hooks: no graph break and no recompilation, whichever comes first."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -78,4 +80,35 @@ def test_a_compiled_update_is_not_broken_by_the_step_hook(counter):
 
     (plain, expected), (watched, weight) = graph_breaks(False), graph_breaks(True)
     assert watched == plain
+    assert torch.equal(weight, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_with_its_backward_is_compiled_as_often_under_watch(counter):
+    from torch._dynamo.utils import counters
+
+    import perfdoctor
+
+    def frames_and_weight(watched):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def train_step(x):
+            layer(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        compiled = torch.compile(train_step, backend="inductor")
+        batches = torch.randn(12, 4, 8, device="cuda")
+        with perfdoctor.watch() if watched else contextlib.nullcontext():
+            for x in batches:
+                compiled(x)
+        return dict(counters["frames"]), layer.weight.detach().clone()
+
+    (plain, expected), (frames, weight) = frames_and_weight(False), frames_and_weight(True)
+    assert frames == plain
     assert torch.equal(weight, expected)
