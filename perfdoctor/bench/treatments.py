@@ -29,11 +29,13 @@ import torch
 from perfdoctor.bench.loops import LOOPS, SHOWS
 from perfdoctor.bench.measurement import Measurement
 from perfdoctor.bench.result import conditions_line
+from perfdoctor.errors import TreatmentRefused
 from perfdoctor.treat.switches import TREATMENTS
 from perfdoctor.treat.treatment import Loop, Treatment
 
 _SEED = 11
 _PARITY_STEPS = 6
+_LONGEST_WHY = 200
 _WARMUP = 4
 Build = Callable[[torch.device, bool], Loop]
 
@@ -134,6 +136,8 @@ def measure_cell(plan: Plan, name: str, build: Build, treatment: Treatment) -> C
         with treatment.applied(treated_loop) as inside:
             difference = _difference(plain, losses(inside))
         before, after = _in_turn(plan, treated_loop, treatment)
+    except TreatmentRefused as error:
+        return replace(empty, why=f"refused: {' '.join(str(error).split())[:_LONGEST_WHY]}")
     except Exception as error:
         return replace(empty, why=f"failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
     pairs = zip(before.times_ns, after.times_ns, strict=True)

@@ -185,7 +185,6 @@ def test_a_host_slower_than_it_looked_is_not_timed() -> None:
     found = benchmark("add", add, repeats=20)
     assert len(found.times_ns) == 20
     assert len(calls) == 5 + 20 + 20
-    assert found.median_ns < 150_000
 
 
 @pytest.mark.gpu

@@ -64,7 +64,8 @@ def test_a_read_before_slow_host_work_in_a_gpu_bound_loop() -> None:
         values.append(loss.item())
 
     arm = arm_of(trial_of(step), "host-sync")
-    assert arm.saving.low_ns > 0  # the whole 8 ms of host work hide behind the device without the read
+    # The whole 8 ms of host work hide behind the device without the read; beside other tests the interval may be wide.
+    assert arm.saving.median_ns > 4e6
 
 
 def test_a_read_in_a_host_bound_loop_gives_nothing_back() -> None:

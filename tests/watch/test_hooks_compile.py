@@ -83,9 +83,10 @@ def test_a_compiled_update_is_not_broken_by_the_step_hook(counter):
     assert torch.equal(weight, expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_with_its_backward_is_compiled_as_often_under_watch(counter):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_of_a_compiled_step_with_its_backward_nothing_of_ours_is_compiled(counter, device):
+    from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.utils import counters
 
     import perfdoctor
@@ -94,7 +95,7 @@ def test_a_compiled_step_with_its_backward_is_compiled_as_often_under_watch(coun
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(0)
-        layer = torch.nn.Linear(8, 8).cuda()
+        layer = torch.nn.Linear(8, 8).to(device)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 
         def train_step(x):
@@ -102,13 +103,15 @@ def test_a_compiled_step_with_its_backward_is_compiled_as_often_under_watch(coun
             optimizer.step()
             optimizer.zero_grad()
 
-        compiled = torch.compile(train_step, backend="inductor")
-        batches = torch.randn(12, 4, 8, device="cuda")
+        compiled = torch.compile(train_step, backend="aot_eager")
+        batches = torch.randn(12, 4, 8).to(device)
         with perfdoctor.watch() if watched else contextlib.nullcontext():
             for x in batches:
                 compiled(x)
-        return dict(counters["frames"]), layer.weight.detach().clone()
+        return counters["frames"]["total"], layer.weight.detach().clone()
 
     (plain, expected), (frames, weight) = frames_and_weight(False), frames_and_weight(True)
-    assert frames == plain
+    codes = [code for code in (seen() for seen in input_codes.seen) if code is not None]
+    assert [code.co_name for code in codes if "/perfdoctor/" in code.co_filename] == []
+    assert abs(frames - plain) <= 2  # it differs by one between two plain runs; a compiled hook added ten
     assert torch.equal(weight, expected)
