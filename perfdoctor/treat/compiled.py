@@ -21,10 +21,12 @@ from perfdoctor.treat.graph_breaks import is_break, is_dynamo_error
 from perfdoctor.treat.graph_sources import name_spaces
 from perfdoctor.treat.loader_causes import with_loaders
 from perfdoctor.treat.recompilations import Recompilation
+from perfdoctor.treat.staying_gradients import StayingGradients
 from perfdoctor.units import format_ms
 from perfdoctor.watch.patches import Patches
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _KEPT_CALLS = 64
 _FEWEST_STEADY = 3
 
@@ -125,7 +127,10 @@ def compile_model(
     `mode`: as in torch.compile ("default", "reduce-overhead", "max-autotune", ...). With `fullgraph=True` the first
     call that cannot be traced as one graph raises `TreatmentRefused`, which names the line and the change, and the
     model runs eagerly again; with False the breaks are listed in `report()`. Numerics: fused kernels keep intermediate
-    results in float32 and reduce in another order; losses agree to about 1e-5 (float32), not bit for bit.
+    results in float32 and reduce in another order; losses agree to about 1e-5 (float32), not bit for bit. In the modes
+    that replay CUDA graphs, gradients that are still there at the next call are moved out of the graphs' memory first
+    (one launch): accumulated gradients and `zero_grad(set_to_none=False)` stay right, which with torch.compile alone
+    raises or gives wrong sums.
 
     Raises `UsageError` for what is no module, mode, flag or backend, `TreatmentRefused` for a model that is compiled
     already.
@@ -148,7 +153,8 @@ def compile_model(
                 _whole_call(model), fullgraph=fullgraph, dynamic=dynamic, backend=backend, **options
             )
         on_cuda = any(p.device.type == "cuda" for p in model.parameters())
-        return CompiledModel(model, _WatchedCall(compiled, model, log, timed_on_device=on_cuda))
+        as_graphs = on_cuda and mode in _GRAPH_MODES
+        return CompiledModel(model, _WatchedCall(compiled, model, log, timed_on_device=on_cuda, as_graphs=as_graphs))
     except BaseException:
         log.close()
         raise
@@ -186,6 +192,7 @@ def _template(model: torch.nn.Module) -> FunctionType:
 _call_model = _template(torch.nn.Module())
 _WHOLE_CALLS: weakref.WeakKeyDictionary[torch.nn.Module, CodeType] = weakref.WeakKeyDictionary()
 _NUMBERS = itertools.count()
+_WITH_GRAPHS: weakref.WeakSet[StayingGradients] = weakref.WeakSet()
 
 
 def _takes_mode(backend: Any) -> bool:
@@ -223,12 +230,17 @@ def compile_obstacle(model: torch.nn.Module) -> str | None:
 class _WatchedCall:
     """What stands in a module's `_compiled_call_impl`: calls the compiled code and notes what that took."""
 
-    def __init__(self, compiled: Any, model: torch.nn.Module, log: CompileLog, *, timed_on_device: bool) -> None:
+    def __init__(
+        self, compiled: Any, model: torch.nn.Module, log: CompileLog, *, timed_on_device: bool, as_graphs: bool
+    ) -> None:
         self.log = log
         self.undo: Any = log.close
         self._compiled = compiled
         self._plain: Any = model._call_impl
         self._on_device = timed_on_device
+        self._as_graphs = as_graphs
+        self._model = model
+        self._gradients: StayingGradients | None = None
         self._num_calls = 0
         self._first_ns: int | None = None
         self._steady: deque[Any] = deque(maxlen=_KEPT_CALLS)  # ns, or a pair of events
@@ -238,6 +250,8 @@ class _WatchedCall:
             return self._plain(*args, **kwargs)
         log = self.log
         compiled_before = log.num_compiled
+        if self._as_graphs:
+            self._keep_gradients()
         log.call_index, log.listening = self._num_calls, True
         event = self._event()
         start = time.perf_counter_ns()
@@ -249,7 +263,10 @@ class _WatchedCall:
             raise self._refusal(error) from error
         finally:
             log.listening = False
-        self._note(time.perf_counter_ns() - start, event, steady=log.num_compiled == compiled_before)
+        steady = log.num_compiled == compiled_before
+        self._note(time.perf_counter_ns() - start, event, steady=steady)
+        if not steady:
+            self._gradients = None  # parameters may have been replaced: they are listed again
         return result
 
     def report(self, *, undone: bool) -> CompileReport:
@@ -263,6 +280,14 @@ class _WatchedCall:
             breaks=tuple(self.log.breaks),
             undone=undone,
         )
+
+    def _keep_gradients(self) -> None:
+        """Of every model whose graphs share the memory that this call writes to."""
+        if self._gradients is None:
+            self._gradients = StayingGradients(self._model.parameters())
+            _WITH_GRAPHS.add(self._gradients)
+        for each in list(_WITH_GRAPHS):
+            each.keep()
 
     def _event(self) -> Any:
         """A timing event, where there is a device and nobody captures a graph (which no timing may enter)."""
