@@ -27,11 +27,12 @@ from perfdoctor.diagnose.dependencies import (
     sync_targets,
 )
 from perfdoctor.diagnose.host_time import LAUNCH_PATH_NS, UNTRACED, host_times
+from perfdoctor.diagnose.replay_rounds import Rounds, inside_round, round_bounds
 from perfdoctor.record.capture import CallKind, CopyKind, Costs, HostMemory, Ints
 from perfdoctor.record.timeline import SYNCS, Timeline
 
 ROUNDS = 3
-MAX_CALLS = 20_000  # A kernel inside a CUDA graph cost 0.85 us on an H200, an eager launch 10.8 us.
+# A kernel inside a CUDA graph cost 0.85 us on an H200, an eager launch 10.8 us.
 GRAPHED_LAUNCH_NS = 850
 
 
@@ -96,7 +97,7 @@ class Replay:
     def __init__(self, timeline: Timeline, costs: Costs | None = None) -> None:
         self.timeline = timeline
         self.costs = costs or UNTRACED
-        self.rounds = _round_bounds(timeline)
+        self.rounds = round_bounds(timeline)
         self.steady = self.rounds.num_steps > 0
         self.num_steps = max(self.rounds.num_steps, 1)
         self._queue = _build(timeline, self.costs, self.rounds)
@@ -153,65 +154,7 @@ class Replay:
         return np.array(starts, np.int64), np.array(ends, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rounds:
-    first: int  # index into calls
-    last: int  # exclusive
-    num_steps: int  # 0: no steps known
-    lead_ns: int  # host work before the first call, when a round follows another
-    recorded_ns: int
-    host_ns: int
-
-
-def _round_bounds(timeline: Timeline) -> _Rounds:
-    calls = timeline.calls
-    steps = timeline.steps
-    if steps is not None and steps.known and len(calls):
-        return _round_of_steps(timeline)
-    start, end = timeline.span
-    return _Rounds(
-        first=0,
-        last=_without_closing_sync(timeline),
-        num_steps=0,
-        lead_ns=0,
-        recorded_ns=end - start,
-        host_ns=end - start,
-    )
-
-
-def _round_of_steps(timeline: Timeline) -> _Rounds:
-    calls, steps = timeline.calls, timeline.steps
-    assert steps is not None
-    bounds = np.searchsorted(calls.start_ns, np.append(steps.host_start_ns, steps.host_end_ns[-1]))
-    count = len(steps)
-    while count > 1 and bounds[count] - bounds[0] > MAX_CALLS:
-        count -= 1
-    first, last = int(bounds[0]), int(bounds[count])
-    begin, end = int(steps.host_start_ns[0]), int(steps.host_end_ns[count - 1])
-    lead = int(calls.start_ns[first] - begin) + int(end - calls.end_ns[first:last].max()) if last > first else 0
-    # The device's clock for the length: host bounds of a window that starts idle and ends with a queue lie. Without
-    # work before the first step its window is cut short, and the others stand for it.
-    whole = int(steps.window_end_ns[count - 1] - steps.window_start_ns[0])
-    others = int(steps.window_end_ns[count - 1] - steps.window_end_ns[0])
-    recorded = whole if steps.origin == "repetition" else round(others / max(count - 1, 1) * count)
-    recorded = recorded if count > 1 else end - begin
-    return _Rounds(
-        first=first,
-        last=last,
-        num_steps=count,
-        lead_ns=max(lead, 0),
-        recorded_ns=recorded,
-        host_ns=end - begin,
-    )
-
-
-def _without_closing_sync(timeline: Timeline) -> int:
-    """The profiler ends with a device-wide sync of its own, which is no part of the loop."""
-    count = len(timeline.calls)
-    return count - 1 if count and timeline.calls.kind[-1] == CallKind.SYNC_DEVICE else count
-
-
-def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
+def _build(timeline: Timeline, costs: Costs, rounds: Rounds) -> _Queue:
     calls = timeline.calls
     index = np.arange(rounds.first, rounds.last)
     kind = calls.kind[index]
@@ -219,8 +162,8 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
     wait_end = _wait_ends(timeline, index)
     before, own, tail = host_times(timeline, costs, index, rounds.lead_ns, busy_until, wait_end)
     streams = sync_streams(timeline)
-    waits = _inside_round(timeline, rounds, stream_dependencies(timeline))
-    targets = _inside_round(timeline, rounds, event_targets(timeline))
+    waits = inside_round(timeline, rounds, stream_dependencies(timeline))
+    targets = inside_round(timeline, rounds, event_targets(timeline))
     return _Queue(
         lane=lanes.tolist(),
         before_ns=before,
@@ -237,28 +180,6 @@ def _build(timeline: Timeline, costs: Costs, rounds: _Rounds) -> _Queue:
         calls=index.tolist(),
         closing_ns=[0] * (int(lanes.max()) + 1 if len(lanes) else 1),
     )
-
-
-def _inside_round(timeline: Timeline, rounds: _Rounds, awaited: dict[int, int]) -> dict[int, int]:
-    """The rows waited for; for one launched before the round, the row as far from the end of its stream's round.
-
-    A round follows itself: what its first calls wait for is the end of the round before.
-    """
-    calls, work, launch = timeline.calls, timeline.work, timeline.launch_ns
-    if not awaited or rounds.last <= rounds.first:
-        return awaited
-    begin, end = int(calls.start_ns[rounds.first]), int(calls.end_ns[rounds.last - 1])
-    launched = {int(s): np.flatnonzero((work.stream == s) & (launch < end)) for s in np.unique(work.stream)}
-    launched = {s: rows[np.argsort(launch[rows], kind="stable")] for s, rows in launched.items()}
-    result = dict(awaited)
-    for waiting, row in awaited.items():
-        if row < 0 or launch[row] >= begin:
-            continue
-        rows = launched[int(work.stream[row])]
-        before = int(np.searchsorted(launch[rows], begin))
-        from_end = before - int(np.flatnonzero(rows == row)[0])
-        result[waiting] = int(rows[-from_end]) if from_end <= len(rows) - before else -1
-    return result
 
 
 def _lanes(timeline: Timeline, index: Ints) -> tuple[Ints, Ints]:

@@ -83,7 +83,8 @@ def test_replay_gives_the_period_of_a_loop_on_several_streams(
     machine = run_loop(Plan(plan, traced=traced, noted=noted), 16)
     # A stream that is 1 % slower than one that began 15 steps' worth later overtakes it after those 15 steps only.
     truth = period(Plan(plan, traced=traced, noted=noted), 240)
-    assert replay_of(machine, first=6).period_ns() == pytest.approx(truth, rel=0.01)
+    # One start of a kernel (1 us here) may be put on the wrong one of two streams that tie: 1 % of a step of 0.1 ms.
+    assert replay_of(machine, first=6).period_ns() == pytest.approx(truth, rel=0.01, abs=2 * US)
 
 
 @settings(max_examples=60)
