@@ -63,6 +63,15 @@ class Skeleton:
         return _mapped(self.tree, fill)
 
 
+def mapped_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value`, nested as batches are, with `change` applied to its tensors; a container that holds one is copied."""
+
+    def changed(leaf: Any) -> Any:
+        return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return _mapped(_mapped(value, changed), lambda leaf: leaf)  # the second time for containers that watch
+
+
 def take_apart(batch: Any, device: torch.device) -> tuple[Skeleton, list[torch.Tensor]]:
     """The skeleton of a batch and its host tensors, in the order of their places.
 

@@ -25,16 +25,15 @@ from perfdoctor.treat.host_ring import HostRing
 from perfdoctor.treat.metric_inputs import (
     as_inputs,
     as_weight,
-    computed_together,
     deferred_values,
     is_deferred,
     merged,
     outside_transforms,
-    part_of,
     tensor_device,
 )
-from perfdoctor.treat.metric_readings import Reading, check_statistic, combined, reading_of
-from perfdoctor.treat.metric_sinks import sinks_of
+from perfdoctor.treat.metric_ranks import over_ranks
+from perfdoctor.treat.metric_readings import Reading, check_statistic, reading_of
+from perfdoctor.treat.metric_sinks import give_to_all, sinks_of
 
 _SLOTS = 32  # values in flight; the host is rarely further ahead of the device than that many updates
 _KEPT_LAUNCHES = 8  # of the same metrics, with values of other types
@@ -106,6 +105,7 @@ class DeviceMetrics:
         self.state: Tensor | None = None
         """float64 [64, 8] on the device: a row a metric (see `metrics_reference`); None before the first update"""
         self._arrived: deque[tuple[Any, Any]] = deque()  # not given out yet: a sink may have raised
+        self._newest: tuple[Any, Any] | None = None  # not made a reading of yet
         self._is_guessed = False
         if device is not None:
             self._place(named_device(device, "DeviceMetrics"))
@@ -137,7 +137,7 @@ class DeviceMetrics:
         self._deliver()
         if self._is_graphed and self._is_idle():
             self.flush()
-        return self._latest
+        return self._shown_last()
 
     def _is_idle(self) -> bool:
         return self.state is not None and self._ring.num_in_flight == 0 and not is_capturing(self.state.device)
@@ -180,15 +180,15 @@ class DeviceMetrics:
             rows = {name: cells[row] for name, row in self._rows.items()}
             while self._ring.num_in_flight:
                 self._arrived.append(self._ring.wait_oldest())
-            self._give_out()
+            self._deliver()
         across_ranks = across_ranks and torch.distributed.is_available() and torch.distributed.is_initialized()
         computing = list(self._deferred)
         if across_ranks:
-            rows, computing = _over_ranks(rows, self._deferred, group)
+            rows, computing = over_ranks(rows, self._deferred, group)
         rows = self._with_deferred(rows, computing, across_ranks)
         reading = self._reading(rows, self._num_calls)
-        if not across_ranks or reading.step >= self._latest.step:
-            self._latest = reading
+        if not across_ranks or reading.step >= self._shown_last().step:
+            self._latest, self._newest = reading, None
         return reading
 
     def reset(self) -> None:
@@ -312,6 +312,9 @@ class DeviceMetrics:
 
     def _ready_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What is added now: the result of a torchmetrics object only where a copy is due."""
+        for name in self._deferred.keys() & inputs:
+            if not is_deferred(inputs[name]):
+                del self._deferred[name]  # a plain value has taken its name
         if not any(is_deferred(value) for value in inputs.values()):
             return inputs
         assert self.state is not None
@@ -320,13 +323,26 @@ class DeviceMetrics:
         is_due = (self._num_calls + 1) % self._every == 0
         ready: dict[str, Any] = {}
         for name, value in inputs.items():
-            if not is_deferred(value):
-                ready[name] = value
-                continue
-            self._deferred[name] = value
-            if is_due:
-                ready.update(deferred_values(name, value))
+            results = {name: value}
+            if is_deferred(value):
+                results = self._computed(name, value) if is_due else {}
+            twice = sorted(ready.keys() & results)
+            if twice:
+                raise UsageError(f"update() got {', '.join(twice)} twice: by name and from a torchmetrics object")
+            ready.update(results)
+        deferred = {name: value for name, value in inputs.items() if is_deferred(value)}
+        if deferred.keys() - self._deferred:
+            self._known.clear()  # a launch that is repeated would pass by a name that has changed its kind
+        self._deferred.update(deferred)
         return ready
+
+    def _computed(self, name: str, metric: Any) -> dict[str, Any]:
+        """What it computes now. One that cannot is forgotten: `read()` gives the other metrics."""
+        try:
+            return deferred_values(name, metric)
+        except Exception:
+            self._deferred.pop(name, None)
+            raise
 
     def _with_deferred(
         self, rows: dict[str, list[float]], computing: list[str], across_ranks: bool
@@ -361,25 +377,21 @@ class DeviceMetrics:
 
     def _give_out(self) -> None:
         """To the sinks, oldest first. Where one raises, the values behind it come at the next call."""
+        if not self._sinks:  # nobody looks at it before `latest()` does; a reading of two metrics takes 5 us to build
+            self._newest = self._arrived.pop()
+            self._arrived.clear()
         while self._arrived:
-            (names, num_calls), cells = self._arrived.popleft()
-            if self._arrived and not self._sinks:
-                continue  # nobody looks at it
-            self._latest = reading = self._reading(dict(zip(names, cells, strict=False)), num_calls)
-            for sink in self._sinks:
-                sink(reading)
+            self._newest = self._arrived.popleft()
+            give_to_all(self._sinks, self._shown_last())
+
+    def _shown_last(self) -> Reading:
+        """The newest values that have arrived."""
+        if self._newest is not None:
+            (names, num_calls), cells = self._newest
+            self._newest = None
+            self._latest = self._reading(dict(zip(names, cells, strict=False)), num_calls)
+        return self._latest
 
     def _reading(self, rows: Mapping[str, list[float]], num_calls: int) -> Reading:
         """`num_calls`: updates that the host called; the device counts those in graph replays too."""
         return reading_of(rows, self._start_step, num_calls, self._shown)
-
-
-def _over_ranks(
-    rows: dict[str, list[float]], deferred: dict[str, Any], group: Any
-) -> tuple[dict[str, list[float]], list[str]]:
-    """Rows of all ranks in one, and the names of the torchmetrics objects that all of them compute, in one order: each
-    `compute` is a collective, and in another order on another rank it would mix up two metrics, or wait for ever."""
-    mine = (rows, {name: part_of(metric) for name, metric in deferred.items()})
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, mine, group=group)
-    return combined([rows for rows, _ in gathered]), computed_together([parts for _, parts in gathered])

@@ -39,7 +39,7 @@ def map_tensors(value: Any, visit: Visit, path: str, key: list[Hashable]) -> Any
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         key.append((type(value), tuple(value)))
-        return _mapped(value, {k: map_tensors(item, visit, f"{path}[{k!r}]", key) for k, item in value.items()})
+        return with_items(value, {k: map_tensors(item, visit, f"{path}[{k!r}]", key) for k, item in value.items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         key.append((type(value), len(names)))
@@ -82,7 +82,10 @@ def batch_key(batch: tuple[Any, ...], device: torch.device) -> tuple[list[torch.
         tensors.append(tensor)
         return tensor
 
-    map_tensors(batch, note, "batch", key)
+    try:
+        map_tensors(batch, note, "batch", key)
+    except RecursionError:
+        raise TreatmentRefused("the batch contains itself, or nests too deep for a graph to be fed with it") from None
     return tensors, tuple(key)
 
 
@@ -103,7 +106,8 @@ def _wrong_device(path: str, tensor: torch.Tensor, device: torch.device) -> str:
     )
 
 
-def _mapped(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the class of `value`, with these items."""
     if type(value) is dict:
         return items
     twin: Any = copy.copy(value)  # keeps what else the object holds (BatchEncoding: its encodings)

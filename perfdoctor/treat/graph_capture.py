@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from perfdoctor.record import crossings
+from perfdoctor.treat.graph_batch import with_items
 from perfdoctor.watch.sync_guard import allow_sync
 
 
@@ -197,7 +198,7 @@ def detached(value: Any, copy: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if copy else value.detach()
     if isinstance(value, dict):
-        return {key: detached(item, copy) for key, item in value.items()}
+        return with_items(value, {key: detached(item, copy) for key, item in value.items()})
     if isinstance(value, tuple | list):
         items = [detached(item, copy) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import optim
@@ -106,6 +107,31 @@ def _move_counters(state: Any, device: torch.device) -> None:
             state[name] = value.to(device)
 
 
+_forms: WeakKeyDictionary[optim.Optimizer, tuple[list[dict[str, Any]], WeakSet[Any]]] = WeakKeyDictionary()
+"""param groups as the user built them, and the graphed steps that are at work on the optimizer"""
+
+
+def hold_form(optimizer: optim.Optimizer, holder: Any) -> None:
+    """Note the optimizer's own form, groups added since included; several graphed steps may share an optimizer."""
+    groups, holders = _forms.setdefault(optimizer, ([], WeakSet()))
+    if not holders and any(not isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        groups.clear()  # it has its own form: what was dropped without a release is of no account any more
+    groups += [dict(group) for group in optimizer.param_groups[len(groups) :]]
+    holders.add(holder)
+
+
+def let_go(optimizer: optim.Optimizer, holder: Any, *, is_as_before: bool = False) -> None:
+    """Give the optimizer its own form back when the last graphed step lets go of it, unless it has it already."""
+    if optimizer not in _forms:  # given twice
+        return
+    groups, holders = _forms[optimizer]
+    holders.discard(holder)
+    if not holders:
+        del _forms[optimizer]
+        if not is_as_before:
+            give_back(optimizer, groups)
+
+
 def give_back(optimizer: optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """The optimizer's own settings again, with the rate it has now; state values stay."""
     for group, before in zip(optimizer.param_groups, groups, strict=False):
@@ -152,7 +178,7 @@ class LearningRates:
             if written is rate:
                 continue
             if isinstance(written, torch.Tensor):
-                rate.copy_(written, non_blocking=True)
+                rate.copy_(written.reshape(rate.shape), non_blocking=True)
             else:
                 rate.fill_(float(written))
             group["lr"] = rate

@@ -123,11 +123,18 @@ class Reached:
         """Places with a number, a text or a tensor that these functions read by name; param groups are left out."""
         variables = {name for code in codes for name in variable_names(code)}
         attributes = {name for code in codes for name in attribute_names(code)}
+        constants = {constant for code in codes for constant in subscripts(code)}
+        named = [p for p in self.places if p.name in (attributes if p.owner else variables)]
+        items = [
+            item
+            for place in self.places
+            if place.content and place.name.partition("[")[0].rpartition(".")[2] in (variables | attributes)
+            for item in _items_at(place, constants)
+        ]
         return [
             place
-            for place in self.places
-            if place.name in (attributes if place.owner else variables)
-            and ".param_groups[" not in place.owner
+            for place in (*named, *items)
+            if ".param_groups[" not in place.owner
             and isinstance(held := place.read(), bool | int | float | str | torch.Tensor)
             and not isinstance(held, Position)
         ]
@@ -258,6 +265,21 @@ def _place(owner: str, names: dict[Any, Any], name: Any) -> Place:
     return Place(owner, str(name), lambda: names.get(name, missing), write)
 
 
+def _items_at(place: Place, constants: set[Any]) -> list[Place]:
+    """The items of a dict or a list under keys that the code has as constants: `config["scale"]`, `scale[0]`."""
+    items = place.read()
+    if isinstance(items, dict):
+        return [_place(place.name, items, key) for key in items if isinstance(key, str | int) and key in constants]
+    if not isinstance(items, list):
+        return []
+    indices = [i for i in constants if type(i) is int and 0 <= i < len(items)]
+    return [Place(place.name, f"[{i}]", functools.partial(_item_of, items, i), lambda _: None) for i in indices]
+
+
+def _item_of(items: list[Any], index: int) -> Any:
+    return items[index] if index < len(items) else missing
+
+
 def _cell_place(name: str, cell: types.CellType) -> Place:
     def read() -> Any:
         try:
@@ -334,6 +356,14 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
     """Attributes that a function reads."""
     loads = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in loads)
+
+
+@functools.lru_cache(maxsize=4096)
+def subscripts(code: types.CodeType) -> frozenset[Any]:
+    """Texts and whole numbers in a function's code, which may be keys."""
+    loads = ("LOAD_CONST", "LOAD_SMALL_INT")
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in loads and type(i.argval) in (str, int)}
+    return frozenset(found)
 
 
 @contextlib.contextmanager

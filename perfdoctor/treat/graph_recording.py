@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,19 @@ from perfdoctor.record.owners import PERFDOCTOR
 from perfdoctor.record.sync_kinds import BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY
 from perfdoctor.treat import graph_optimizers
 from perfdoctor.treat.graph_batch import map_tensors
-from perfdoctor.treat.graph_capture import CapturedRun, GraphMemory, detached, gradients, output_leaves, warm_up
+from perfdoctor.treat.graph_capture import (
+    CapturedRun,
+    GraphMemory,
+    detached,
+    gradients,
+    on_a_device,
+    output_leaves,
+    warm_up,
+)
 from perfdoctor.treat.graph_failure import failure
-from perfdoctor.treat.graph_python_state import Change, Place, PythonState, code_seen
-from perfdoctor.treat.graph_values import described, described_change
+from perfdoctor.treat.graph_python_state import Change, Place, PythonState, Reached, code_seen
+from perfdoctor.treat.graph_randomness import is_torch_generator, own_generators, random_places
+from perfdoctor.treat.graph_values import Content, described, described_change
 from perfdoctor.treat.snapshot import Snapshot
 from perfdoctor.watch.sync_guard import GuardedSite, SyncGuard, allow_sync, sync_guard
 
@@ -95,6 +105,9 @@ class StepGraph:
     inputs: list[torch.Tensor]
     gradients: GradientBinding | None
     frozen: tuple[Place, ...] = ()  # names that the step reads and others may change: a graph holds what they held
+    # What the graph reads and nobody else may hold any more: a mask that the first step made and kept in an attribute,
+    # which is put back to nothing. Its memory would go to others.
+    kept: tuple[Any, ...] = ()
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Fill the fixed inputs and launch; the outputs are overwritten by the next replay."""
@@ -117,8 +130,9 @@ def record_step(parts: Parts, batch: tuple[Any, ...], memory: GraphMemory, warmu
     Raises:
         TreatmentRefused: it cannot be captured; the message names the line. Everything is as before.
     """
+    drawn = {id(g): g for g in (*parts.generators, *own_generators(Reached(parts.train_step)))}
     with allow_sync("copies kept of what the step changes"):
-        before = Snapshot.take([*parts.models, *parts.parameters], parts.optimizers, generators=parts.generators)
+        before = Snapshot.take([*parts.models, *parts.parameters], parts.optimizers, generators=drawn.values())
     values = state_values(before)
     python: PythonState | None = None
     try:
@@ -173,8 +187,20 @@ def _recorded(
     captured.capture()
     torch.clear_autocast_cache()
     binding = None if captured.emulated else GradientBinding(parts.parameters, entry, gradients(parts.parameters))
+    kept = _made_by_the_step(found[2].changes(), parts.models)
     _settle(parts, *found, initial)
-    return StepGraph(captured, inputs, binding, frozen)
+    return StepGraph(captured, inputs, binding, frozen, kept)
+
+
+def _made_by_the_step(changes: Sequence[Change], models: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
+    """What the step has put into Python names and buffers; tensors without the autograd graph that they may end."""
+    values = [change.after.items if isinstance(change.after, Content) else change.after for change in changes]
+    found = Reached(*values, *(list(model.buffers()) for model in models)).objects
+    return tuple(
+        each.detach() if isinstance(each, torch.Tensor) else each
+        for each in found
+        if not isinstance(each, list | tuple | dict | set | deque)
+    )
 
 
 def _settle(parts: Parts, before: Snapshot, values: Any, python: PythonState, initial: Any) -> None:
@@ -209,21 +235,32 @@ def _warmed_up(
     with graph_optimizers.initial_state_noted(parts.optimizers) as initial, code_seen() as codes:
         first = warm_up(run, memory, 1)
     state = PythonState(parts.train_step)
-    host = _host_random_states()
+    read = _with_values(state.found.read_by(codes))
+    draws = _with_values(_host_generators(state.found))
     with _listening() as guard:
         later = warm_up(run, memory, max(1, times - 1))
     _check_stalls(guard.sites)
     _check_results(first + later)
-    if _host_random_states() != host:
+    drawn = [place.name for place, held in draws if not place.same(held, place.held())]
+    if drawn:
         raise TreatmentRefused(
-            "the step draws random numbers on the host (random, numpy.random), which a graph would freeze: draw them "
+            f"the step draws random numbers on the host ({', '.join(drawn)}), which a graph would freeze: draw them "
             "on the device (torch.rand(..., device=...)), or before the step and pass them as part of the batch"
         )
     changes = state.changes()
     if changes:
         warnings.warn(frozen_text(changes), FrozenStateWarning, stacklevel=_outside())
-    own = {id(change.place) for change in changes}
-    return initial, tuple(place for place in state.found.read_by(codes) if id(place) not in own)
+    # What the step changes itself stands still on replay, and would make each call one of a new kind.
+    return initial, tuple(place for place, held in read if place.same(held, place.held()))
+
+
+def _with_values(places: list[Place]) -> list[tuple[Place, Any]]:
+    return [(place, place.held()) for place in places]
+
+
+def _host_generators(reached: Reached) -> list[Place]:
+    """Without torch's on the emulated device, which draws from them itself."""
+    return [place for place in random_places(reached) if on_a_device() or not is_torch_generator(place)]
 
 
 @contextlib.contextmanager
@@ -268,17 +305,6 @@ def frozen_text(changes: Sequence[Change]) -> str:
         f"Python state changes in the step and stays as it is on replay: {rows}{more}. Keep it outside the step, or as "
         "a device tensor changed in place; perfdoctor.graph_obstacles(train_step, *batch) names the lines."
     )
-
-
-def _host_random_states() -> tuple[Any, ...]:
-    import random
-    import sys
-
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    kind, keys, position, *_ = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), position
 
 
 def _outside() -> int:

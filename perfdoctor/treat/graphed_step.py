@@ -22,7 +22,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,9 +35,11 @@ from perfdoctor.treat import graph_optimizers
 from perfdoctor.treat.graph_batch import batch_key
 from perfdoctor.treat.graph_capture import GraphMemory, detached
 from perfdoctor.treat.graph_key import difference, held, modes, module_numbers
+from perfdoctor.treat.graph_parts import parameters_of, static_refusal, step_parts
 from perfdoctor.treat.graph_python_state import Place, Reached
 from perfdoctor.treat.graph_recording import FrozenStateWarning, Parts, StepGraph, record_step
-from perfdoctor.treat.snapshot import Models, Optimizers, as_tuple
+from perfdoctor.treat.module_tree import ModuleTree
+from perfdoctor.treat.snapshot import Models, Optimizers
 from perfdoctor.treat.step_function import require_step
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 
@@ -45,7 +47,6 @@ __all__ = ["GRAPHED_STEP", "FrozenStateWarning", "GraphLimitWarning", "GraphedSt
 
 _MOST_NEW = 8
 _MOST_SEEN = 10_000
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
 class GraphLimitWarning(UserWarning):
@@ -96,6 +97,8 @@ def graphed_step(
         step._capture(sample_batch)
     except BaseException:
         step._unhook()
+        for each in parts.optimizers:
+            graph_optimizers.let_go(each, step, is_as_before=True)
         raise
     return step
 
@@ -115,15 +118,15 @@ class GraphedStep:
         self._graphs: dict[Hashable, StepGraph] = {}
         self._seen: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
-        self._modules = [m for model in parts.models for m in model.modules()]
-        self._numbers = module_numbers(self._modules)
+        reached = {id(p) for p in parameters_of(parts.models, parts.optimizers, ())}
+        self._loose = [p for p in parts.parameters if id(p) not in reached]
+        self._look_over()
         self._frozen: tuple[Place, ...] = ()
         self._addresses: tuple[int, ...] = ()
         self._num_new = 0  # calls in a row that were of a new kind
         self._stale = False
         self._released = False
         self._warned = False
-        self._originals = [[dict(group) for group in optimizer.param_groups] for optimizer in parts.optimizers]
         self._rates = graph_optimizers.LearningRates(())
         self._hooks = [opt.register_load_state_dict_post_hook(_marking(self)) for opt in parts.optimizers]
 
@@ -132,12 +135,17 @@ class GraphedStep:
         """How many graphs there are now."""
         return len(self._graphs)
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Run one step on `batch`: by replay where there is a graph for it, else eagerly.
 
         Raises:
+            UsageError: something was passed by name.
             TreatmentRefused: a batch that is not on the model's device, or holds what a graph cannot be fed with.
         """
+        if named:
+            raise UsageError(
+                f"a graphed step got {', '.join(named)} by name: pass the batch by position, as the sample was"
+            )
         if self._released:
             self.num_eager += 1
             return detached(self._parts.train_step(*batch), copy=False)
@@ -163,8 +171,8 @@ class GraphedStep:
         self._released = True
         self._forget()
         self._unhook()
-        for optimizer, groups in zip(self._parts.optimizers, self._originals, strict=True):
-            graph_optimizers.give_back(optimizer, groups)
+        for optimizer in self._parts.optimizers:
+            graph_optimizers.let_go(optimizer, self)
 
     def __getstate__(self) -> Any:
         raise UsageError(
@@ -236,7 +244,10 @@ class GraphedStep:
         )
 
     def _check_owner(self) -> None:
-        """Drop graphs whose parameters or optimizer state were replaced meanwhile; they are captured anew."""
+        """Drop graphs whose modules, parameters or optimizer state were replaced meanwhile; they are captured anew."""
+        if not self._tree.is_current or self._num_groups != self._found_groups():
+            self._look_over()
+            self._stale = True
         if not self._stale and self._addresses == self._found_addresses():
             return
         self._forget()
@@ -244,6 +255,20 @@ class GraphedStep:
             graph_optimizers.make_capturable(optimizer)
         self._rates = graph_optimizers.LearningRates(self._parts.optimizers)
         self._addresses = self._found_addresses()
+
+    def _look_over(self) -> None:
+        """Take down which modules, parameters and param groups there are now."""
+        parts = self._parts
+        self._parts = replace(parts, parameters=parameters_of(parts.models, parts.optimizers, self._loose))
+        self._tree = ModuleTree(parts.models)
+        self._modules = self._tree.modules
+        self._numbers = module_numbers(self._modules)
+        self._num_groups = self._found_groups()
+        for optimizer in parts.optimizers:
+            graph_optimizers.hold_form(optimizer, self)
+
+    def _found_groups(self) -> int:
+        return sum([len(optimizer.param_groups) for optimizer in self._parts.optimizers])
 
     def _found_addresses(self) -> tuple[int, ...]:
         return tuple([p.data_ptr() for p in self._parts.parameters])
@@ -260,74 +285,6 @@ class GraphedStep:
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def step_parts(train_step: Callable[..., Any], model: Models, optimizer: Optimizers) -> tuple[Parts, torch.device]:
-    """What the step works on, and where.
-
-    Raises:
-        TreatmentRefused: it cannot be a graph for a reason that shows without running it.
-    """
-    reached = Reached(train_step)
-    given = as_tuple(model, (torch.nn.Module, torch.Tensor))
-    loose = [p for p in given if isinstance(p, torch.Tensor)]
-    models = tuple(m for m in given if isinstance(m, torch.nn.Module)) or _roots(reached.of_type(torch.nn.Module))
-    optimizers = as_tuple(optimizer, torch.optim.Optimizer) or tuple(reached.of_type(torch.optim.Optimizer))
-    reason = static_refusal(train_step, models, optimizers, reached)
-    if reason is not None:
-        raise TreatmentRefused(reason)
-    stepped = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
-    found = {id(p): p for p in (*loose, *(p for m in models for p in m.parameters()), *stepped)}
-    generators = tuple(g for g in reached.of_type(torch.Generator) if torch.device(g.device).type == "cuda")
-    parts = Parts(train_step, models, optimizers, tuple(found.values()), generators)
-    return parts, next(iter(found.values())).device
-
-
-def static_refusal(
-    train_step: Callable[..., Any],
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    reached: Reached,
-) -> str | None:
-    """Why this step cannot be a graph, as far as it shows without running it; None where nothing does."""
-    if not (crossings.is_emulated() or torch.cuda.is_available()):
-        return "a CUDA graph needs a CUDA device, and torch sees none here: call train_step itself on this machine"
-    parameters = [p for m in models for p in m.parameters()]
-    parameters += [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
-    if not parameters:
-        return "no parameters found: pass model= and optimizer= (train_step reaches no module and no optimizer)"
-    devices = {str(p.device) for p in parameters}
-    if len(devices) > 1 or not next(iter(devices)).startswith("cuda"):
-        return f"the parameters are on {', '.join(sorted(devices))}; a graph needs all of them on one CUDA device"
-    for module in (m for model in models for m in model.modules()):
-        kinds = {base.__name__ for base in type(module).__mro__}
-        if kinds & set(_WRAPPERS):
-            return (
-                f"{type(module).__name__} inside a graphed step is not supported: its reducer needs eleven eager steps "
-                "on a side stream before graph capture. Graph the step of one device, or follow torch's own recipe for "
-                "whole-network capture with DistributedDataParallel"
-            )
-    for scaler in reached.of_type(torch.amp.GradScaler):
-        if scaler.is_enabled():
-            return "GradScaler decides on the host each step whether to update: use bfloat16 autocast, which needs none"
-    if _keeps_casts():
-        return (
-            "an autocast region that keeps its casts is open around the step: eager steps would go on with weights "
-            "cast before the last update. Open autocast inside train_step, or with cache_enabled=False"
-        )
-    return next((reason for opt in optimizers if (reason := graph_optimizers.refusal(opt)) is not None), None)
-
-
-def _roots(modules: list[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
-    inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    return tuple(module for module in modules if id(module) not in inner)
-
-
-def _keeps_casts() -> bool:
-    """Whether a cast of a weight made now is used after the next update too: only the outermost region drops them."""
-    nesting = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return nesting > 0 and torch.is_autocast_cache_enabled()
 
 
 def _marking(step: GraphedStep) -> Callable[[Any], None]:

@@ -112,7 +112,7 @@ def as_weight(weight: Any) -> Any:
         raise UsageError("weight is a torchmetrics object: expected a number, such as the samples in the batch")
     checked = _checked("weight", weight)
     if isinstance(checked, Tensor) and checked.device.type == "cpu":
-        checked = float(checked)
+        checked = float(checked.detach())
     if isinstance(checked, float) and not 0 <= checked < math.inf:
         raise UsageError(f"weight={checked}: expected a finite number that is not negative")
     return checked

@@ -40,6 +40,18 @@ def _sink_of(target: Any) -> Sink:
     )
 
 
+def give_to_all(sinks: Iterable[Sink], reading: Reading) -> None:
+    """Every sink gets it, also where one before it raises. Raises what the first of those did."""
+    failed: list[Exception] = []
+    for sink in sinks:
+        try:
+            sink(reading)
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
 def _write(writer: Any, reading: Reading) -> None:
     for name, value in reading.items():
         writer.add_scalar(name, value, reading.step)

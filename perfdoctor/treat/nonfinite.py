@@ -36,6 +36,7 @@ from perfdoctor.kernels.metrics_reference import RECORD
 from perfdoctor.kernels.pointer_table import is_capturing
 from perfdoctor.treat.host_ring import HostRing
 from perfdoctor.treat.metric_inputs import outside_transforms
+from perfdoctor.treat.module_tree import ModuleTree
 from perfdoctor.treat.nonfinite_hits import NAMES, NonFiniteHit, StepNote, advice, hit_of
 from perfdoctor.treat.nonfinite_inputs import counts_of, loss_of, names_of, optimizers_of, value_at
 from perfdoctor.treat.optimizer_hooks import OptimizerHooks, refuse_to_skip
@@ -44,6 +45,7 @@ from perfdoctor.watch.sync_guard import allow_sync
 OnHit = str | Callable[[NonFiniteHit], object]
 _MAX_CHECKS = 10_000  # of one step; each keeps the names of its gradients
 _KEPT_HITS = 1000
+_MAX_LAG = 10_000  # each has two events and memory of its own
 _log = logging.getLogger("perfdoctor")
 
 
@@ -97,19 +99,19 @@ class NonFiniteWatch:
         Raises UsageError for a model without parameters or another wrong value, TreatmentRefused for on_hit="skip" with
         an optimizer that cannot skip on the device.
         """
-        self._names = names_of(model)
+        self._model = model
+        self._take_names()
         self._optimizers = optimizers_of(optimizers)
-        if on_hit not in ("raise", "skip") and not callable(on_hit):
+        if on_hit not in ("raise", "skip") and (not callable(on_hit) or isinstance(on_hit, type)):
             raise UsageError(f"on_hit={on_hit!r}: expected 'raise', 'skip' or a function that takes a NonFiniteHit")
-        if not isinstance(max_lag, int) or isinstance(max_lag, bool) or max_lag < 0:
-            raise UsageError(f"max_lag={max_lag!r}: expected a whole number of steps, 0 or more")
+        if not isinstance(max_lag, int) or isinstance(max_lag, bool) or not 0 <= max_lag <= _MAX_LAG:
+            raise UsageError(f"max_lag={max_lag!r}: expected a whole number of steps, 0 to {_MAX_LAG}")
         if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
             raise UsageError(f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler")
         if on_hit == "skip":
             for optimizer in self._optimizers or ():
                 refuse_to_skip(optimizer)
         launch_route.check_kernel(kernel)
-        self._pairs = [(name, parameter) for parameter, name in self._names.values()]
         self._on_hit = on_hit
         self._max_lag = max_lag
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -145,6 +147,8 @@ class NonFiniteWatch:
             )
         if by_hand and self._on_hit == "skip":
             raise UsageError("on_hit='skip' works through hooks on the optimizers: put the loop inside `with watch:`")
+        if by_hand and not self._tree.is_current:
+            self._take_names()
         pairs = self._pairs if by_hand else []
         excuse = self._scaler._get_scale_async() if self._scaler is not None and by_hand else None
         self._check(pairs, loss, excuse, is_scale=True)
@@ -207,10 +211,25 @@ class NonFiniteWatch:
         if kind is None:
             self.finish()
 
+    def _take_names(self) -> None:
+        """The model's parameters as they are now: others may have taken their place since."""
+        self._names = names_of(self._model)
+        self._tree = ModuleTree([self._model])
+        self._pairs = [(name, parameter) for parameter, name in self._names.values()]
+
     def _concerns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's updates are watched."""
         if self._optimizers is not None:
             return any(optimizer is watched for watched in self._optimizers)
+        if self._is_ours(optimizer):
+            return True
+        if self._tree.is_current:
+            return False
+        self._take_names()
+        return self._is_ours(optimizer)
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it holds a parameter of the model."""
         return any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -230,6 +249,8 @@ class NonFiniteWatch:
         # By identity, all of them: groups grow, and parameters are exchanged in place. 0.03 us each.
         if kept is not None and len(kept) == len(now) and all(map(is_, map(itemgetter(1), kept), now)):
             return kept
+        if not self._tree.is_current:
+            self._take_names()
         pairs = []
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):

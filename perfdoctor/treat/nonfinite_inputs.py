@@ -77,6 +77,8 @@ def loss_of(loss: Any) -> Tensor | float | None:
     loss = loss.detach()
     if loss.is_complex():
         loss = torch.view_as_real(loss)
+    if loss.is_floating_point() and loss.element_size() == 1:  # torch.isfinite takes no float8
+        loss = loss.to(torch.float32)
     if loss.numel() != 1:
         finite = torch.isfinite(loss).all()
         loss = torch.where(finite, 0.0, torch.full((), math.nan, device=loss.device))

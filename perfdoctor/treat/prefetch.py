@@ -25,6 +25,7 @@ from perfdoctor.treat.devices import named_device, numbered_device
 from perfdoctor.treat.staging import Stager, StagingJob
 
 _LOADER_STATE = ("state_dict", "load_state_dict")
+_MOST_AHEAD = 1000  # each has a slot with memory and events of its own
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ class DevicePrefetcher:
     before the loader is asked again). An in-process loader draws from torch's CPU generator up to `depth` batches
     before the step that uses them. Objects with a `.to` of their own block in it unless the loader pins their memory.
 
-    Without CUDA the loader's batches pass through unchanged. Raises UsageError: depth below 1, a loader that cannot be
-    iterated, a device that is no CUDA device of this machine.
+    Without CUDA the loader's batches pass through unchanged. Raises UsageError: depth below 1 or above 1000, a
+    loader that cannot be iterated, a device that is no CUDA device of this machine.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class DevicePrefetcher:
         stable_addresses: bool = False,
     ) -> None:
         _require_iterable(loader)
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise UsageError(f"DevicePrefetcher(depth={depth!r}): expected a whole number of batches, 1 or more")
+        if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= _MOST_AHEAD:
+            raise UsageError(
+                f"DevicePrefetcher(depth={depth!r}): expected a whole number of batches, 1 to {_MOST_AHEAD}"
+            )
         if not isinstance(stable_addresses, bool):
             raise UsageError(f"DevicePrefetcher(stable_addresses={stable_addresses!r}): expected True or False")
         self.loader = loader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
 LOG_EVERY = 10
+_MOST_READS = 1000  # of one line in one step; those after are read each time, and nothing is kept of them
 # They act on what they read (GradScaler on an overflow, an optimizer on its step count).
 _ACTING = (TORCH, PYTHON)
 _num_applied = 0
@@ -32,6 +33,9 @@ def _refuse_gc(_: Loop) -> str | None:
 @contextmanager
 def _gc_frozen(loop: Loop) -> Iterator[Loop]:
     """Collected once, then off: what is alive now is frozen unless the script froze objects of its own."""
+    if not gc.isenabled():
+        yield loop
+        return
     gc.collect()
     ours = gc.get_freeze_count() == 0
     try:
@@ -52,36 +56,74 @@ def _refuse_log_every(loop: Loop) -> str | None:
     return f"only every {LOG_EVERY}th read waits already" if _num_applied else None
 
 
+class _Reads:
+    """Tells the reads of a line apart: a line that is passed several times a step reads several values.
+
+    Where no update was seen (no optimizer, or one inside a CUDA graph) each pass of a line counts as a step.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._step = 0
+        self._passes: dict[Hashable, int] = {}
+        self._last: dict[Hashable, tuple[int, Any]] = {}  # when it was really read, and what came
+        self._has_steps = False
+        first = optimizers[0] if optimizers else None
+        self._hook: Any = None
+        if isinstance(first, torch.optim.Optimizer):
+            self._hook = first.register_step_post_hook(self._end_step)
+
+    def remove(self) -> None:
+        """Take the hook back."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def value(self, line: Hashable, read: Callable[[], Any]) -> Any:
+        """The value of this read: really read where the last one of its kind is `LOG_EVERY` steps old."""
+        passes = self._passes.get(line, 0)
+        self._passes[line] = passes + 1
+        if self._has_steps and passes >= _MOST_READS:
+            return read()
+        kind, now = ((line, passes), self._step) if self._has_steps else (line, passes)
+        found = self._last.get(kind)
+        if found is None or now - found[0] >= LOG_EVERY:
+            found = self._last[kind] = now, read()
+        return found[1]
+
+    def _end_step(self, *_: Any) -> None:
+        self._has_steps = True
+        self._step += 1
+        self._passes.clear()
+
+
 @contextmanager
 def _log_every(loop: Loop) -> Iterator[Loop]:
-    """One-element device tensors that a line reads: really on every tenth pass, else the line gets its last value."""
+    """One-element device tensors that a line reads: really in every tenth step, else the line gets its last value."""
     global _num_applied
-    patches = Patches()
-    last: dict[tuple[Any, int, int], tuple[int, Any]] = {}
+    if _num_applied:
+        yield loop
+        return
+    patches, reads = Patches(), _Reads(loop.optimizers)
     _num_applied += 1
     try:
         for name in _READS:
             method = getattr(torch.Tensor, name)
-            patches.replace(torch.Tensor, name, TensorMethod(method, _reader(loop.device.type, last)))
+            patches.replace(torch.Tensor, name, TensorMethod(method, _reader(loop.device.type, reads)))
         yield loop
     finally:
         _num_applied -= 1
         patches.undo()
+        reads.remove()
 
 
-def _reader(device: str, last: dict[tuple[Any, int, int], tuple[int, Any]]) -> Callable[..., Any]:
+def _reader(device: str, reads: _Reads) -> Callable[..., Any]:
     def read(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or tensor.device.type != device or tensor.numel() != 1:
             return original(tensor, *args, **kwargs)
         frame = own_frame(sys._getframe(2))  # over TensorMethod's own and any hook of a session
         if file_owner(frame.f_code.co_filename) in _ACTING:
             return original(tensor, *args, **kwargs)
-        place = (frame.f_code, frame.f_lasti, tensor.dim())
-        passes, value = last.get(place, (0, None))
-        if passes % LOG_EVERY == 0:
-            value = original(tensor, *args, **kwargs)
-        last[place] = (passes + 1, value)
-        return value
+        line = (frame.f_code, frame.f_lasti, tensor.dim())
+        return reads.value(line, lambda: original(tensor, *args, **kwargs))
 
     return read
 

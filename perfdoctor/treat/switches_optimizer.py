@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType
@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from perfdoctor.errors import TreatmentRefused
 from perfdoctor.kernels.grad_stats import clip_grad_norm_
 from perfdoctor.treat.cures import CURES
+from perfdoctor.treat.optimizer_hooks import clear_skipped, momentum_to_come
+from perfdoctor.treat.stand_in import StandIn
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.watch.patches import Patches
 
@@ -26,13 +29,27 @@ def _refuse_fused(loop: Loop) -> str | None:
     if not loop.optimizers:
         return NO_OPTIMIZER
     kinds = _FUSED.get(loop.device.type, ())
+    sparse = _sparse_weights(loop.model)
     for optimizer in loop.optimizers:
+        if any(id(p) in sparse for group in optimizer.param_groups for p in group["params"]):
+            return "an embedding of the model gives sparse gradients (sparse=True); fused kernels take dense ones"
         refusal = _refuse_fused_kind(optimizer, kinds, loop.device.type)
         if refusal:
             return refusal
-    if all(group.get("fused") for optimizer in loop.optimizers for group in optimizer.param_groups):
+    if all(map(_is_fused, loop.optimizers)):
         return "the optimizer is fused already"
     return None
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _sparse_weights(model: torch.nn.Module | None) -> set[int]:
+    """By identity: those whose gradients will be sparse, as is seen before there are any."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = () if model is None else model.modules()
+    return {id(module.weight) for module in modules if isinstance(module, kinds) and module.sparse}
 
 
 def _refuse_fused_kind(optimizer: torch.optim.Optimizer, kinds: tuple[str, ...], device: str) -> str | None:
@@ -53,6 +70,12 @@ def _refuse_fused_kind(optimizer: torch.optim.Optimizer, kinds: tuple[str, ...],
         return "a gradient is sparse; fused kernels take dense ones"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True excludes fused=True"
+    if (
+        kind is torch.optim.SGD
+        and not optimizer.state
+        and any(group.get("dampening") for group in optimizer.param_groups)
+    ):
+        return "SGD(dampening=...) treats its first step otherwise, which a GradScaler may skip: take one step before"
     return None
 
 
@@ -61,7 +84,8 @@ def _fused(loop: Loop) -> Iterator[Loop]:
     undo: list[Callable[[], None]] = []
     try:
         for optimizer in loop.optimizers:
-            undo.append(_fuse(optimizer))
+            if not _is_fused(optimizer):
+                undo.append(_fuse(optimizer))
         yield loop
     finally:
         for back in reversed(undo):
@@ -71,17 +95,21 @@ def _fused(loop: Loop) -> Iterator[Loop]:
 def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Switch the groups over; step counters go to the device and, with what they count by then, back again."""
     flags = ("fused", "foreach")
-    groups = [({name: group[name] for name in flags if name in group}, group) for group in optimizer.param_groups]
+    kept = [{name: group[name] for name in flags if name in group} for group in optimizer.param_groups]
     attributes = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
     before = {name: vars(optimizer)[name] for name in attributes if name in vars(optimizer)}
     homes = {p: held[_STEP].device for p, held in optimizer.state.items() if isinstance(held.get(_STEP), torch.Tensor)}
     plain_home = torch.device("cpu")  # where a counter starts that is neither fused nor capturable
+    hooks = _hooks_for_momentum(optimizer)
 
     def back() -> None:
-        for kept, group in groups:
+        for hook in hooks:
+            hook.remove()
+        # The groups of now: load_state_dict has put others in their place. One that was added kept its own flags.
+        for before_it, group in zip(kept, optimizer.param_groups, strict=False):
             for name in flags:
                 group.pop(name, None)
-            group.update(kept)
+            group.update(before_it)
         for name in attributes:
             vars(optimizer).pop(name, None)
         vars(optimizer).update(before)
@@ -92,7 +120,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 held[_STEP] = held[_STEP].to(home)
 
     try:
-        for _, group in groups:
+        for group in optimizer.param_groups:
             group.update(fused=True, foreach=False)
         # What the constructor sets with fused=True: GradScaler then leaves unscaling to the kernel and reads nothing.
         vars(optimizer)["_step_supports_amp_scaling"] = True
@@ -105,15 +133,37 @@ def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return back
 
 
+def _hooks_for_momentum(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """A GradScaler leaves an overflowing step to the fused kernel, and its first one is often such a step."""
+    made: list[torch.Tensor] = []
+
+    def before(*_: Any) -> None:
+        made[:] = [] if torch.compiler.is_compiling() else momentum_to_come(optimizer)
+
+    def after(*_: Any) -> None:
+        if made:
+            clear_skipped(optimizer, made)
+            made.clear()
+
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
 def _refuse_set_to_none(loop: Loop) -> str | None:
+    if not loop.optimizers and loop.model is None:
+        return NO_OPTIMIZER
     owners = _owners_of_zero_grad(loop)
     if not owners:
-        return NO_OPTIMIZER
+        name = type((*loop.optimizers, loop.model)[0]).__name__
+        return f"{name}.zero_grad takes no set_to_none: it zeroes in its own way"
     return "zero_grad sets to None already" if all(hasattr(o.zero_grad, _ALWAYS_NONE) for o in owners) else None
 
 
 def _owners_of_zero_grad(loop: Loop) -> list[Any]:
-    return [*loop.optimizers, *([loop.model] if loop.model is not None else [])]
+    """Those with torch's signature; what another one does is its own."""
+    owners: list[Any] = [*loop.optimizers, *([loop.model] if loop.model is not None else [])]
+    return [owner for owner in owners if "set_to_none" in inspect.signature(owner.zero_grad).parameters]
 
 
 @contextmanager
@@ -121,19 +171,18 @@ def _set_to_none(loop: Loop) -> Iterator[Loop]:
     patches = Patches()
     try:
         for owner in _owners_of_zero_grad(loop):
-            patches.replace(owner, "zero_grad", _always_none(owner.zero_grad))
+            if hasattr(owner.zero_grad, _ALWAYS_NONE):
+                continue
+            stand_in = StandIn(owner.zero_grad, _zero_to_none)
+            setattr(stand_in, _ALWAYS_NONE, True)
+            patches.replace(owner, "zero_grad", stand_in)
         yield loop
     finally:
         patches.undo()
 
 
-def _always_none(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def zero_grad(set_to_none: bool = True) -> None:
-        original(set_to_none=True)
-
-    setattr(zero_grad, _ALWAYS_NONE, True)
-    return zero_grad
+def _zero_to_none(original: Callable[..., None], set_to_none: bool = True) -> None:
+    original(set_to_none=True)
 
 
 def _refuse_clip(loop: Loop) -> str | None:
@@ -166,9 +215,12 @@ def _is_clip_ours() -> bool:
 
 @contextmanager
 def _our_clip(loop: Loop) -> Iterator[Loop]:
+    if _is_clip_ours():
+        yield loop
+        return
     cell = _clip_cell()
     if cell is None:
-        raise RuntimeError("refuses() was not asked: torch's clip_grad_norm_ has no inner function")
+        raise TreatmentRefused(f"our_clip: {_refuse_clip(loop)}")
     original = cell.cell_contents
     ours: Callable[..., Any] = _through(original)
     try:

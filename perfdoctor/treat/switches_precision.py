@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from perfdoctor.treat.batch_tree import mapped_tensors
 from perfdoctor.treat.cures import CURES
+from perfdoctor.treat.stand_in import StandIn
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.watch.patches import Patches
 
@@ -51,13 +52,17 @@ def _refuse_bf16(loop: Loop) -> str | None:
 def _bf16(loop: Loop) -> Iterator[Loop]:
     """The forward pass under autocast; what it gives is float32 again, so that the loss is computed as before."""
     model: Any = loop.model
-    original = model.forward
+    kind = loop.device.type
+    if hasattr(model.forward, _BF16):
+        yield loop
+        return
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(loop.device.type, dtype=torch.bfloat16):
-            return _widened(original(*args, **kwargs))
+    def under_autocast(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            given = plain(*args, **kwargs)
+        return mapped_tensors(given, _widened)
 
+    forward = StandIn(model.forward, under_autocast)
     setattr(forward, _BF16, True)
     patches = Patches()
     try:
@@ -67,17 +72,8 @@ def _bf16(loop: Loop) -> Iterator[Loop]:
         patches.undo()
 
 
-def _widened(value: Any) -> Any:
-    """bf16 tensors as float32, in nested tuples, lists and dicts (their subclasses too); anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype == torch.bfloat16 else value
-    if isinstance(value, dict):
-        for key in list(value):  # in place: outputs of transformers are dicts that know their attributes
-            value[key] = _widened(value[key])
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_widened(each) for each in value))
-    return type(value)(_widened(each) for each in value) if type(value) in (tuple, list) else value
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _refuse_tf32(loop: Loop) -> str | None:
@@ -154,16 +150,25 @@ def _refuse_channels_last(loop: Loop) -> str | None:
         return "the model has no two-dimensional convolution"
     if isinstance(loop.model, torch.nn.parallel.DistributedDataParallel):
         return "DistributedDataParallel has laid out its buckets; convert the model before it is wrapped"
-    weights = [p for p in loop.model.parameters() if p.dim() == 4]
-    if all(p.is_contiguous(memory_format=torch.channels_last) for p in weights):
+    if any(torch.nn.parameter.is_lazy(p) for p in loop.model.parameters()):
+        return "the model has parameters without a shape yet (lazy modules): run one step before"
+    if _is_laid_out(loop.model):
         return "the model is in channels_last already"
     return None
+
+
+def _is_laid_out(model: torch.nn.Module) -> bool:
+    weights = [p for p in model.parameters() if p.dim() == 4]
+    return all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
 
 
 @contextmanager
 def _channels_last(loop: Loop) -> Iterator[Loop]:
     """Weights, their gradients and optimizer state, and what goes into the model. Back in their own memory after."""
     model: Any = loop.model
+    if _is_laid_out(model):
+        yield loop
+        return
     moved = [_Relaid(p) for p in [*model.parameters(), *model.buffers()] if p.dim() == 4]
     hook = None
     try:

@@ -318,6 +318,7 @@ def test_a_data_loader_with_pinned_memory_and_a_last_partial_batch() -> None:
         ({"depth": 0}, "depth=0"),
         ({"depth": 1.5}, "depth=1.5"),
         ({"depth": True}, "depth=True"),
+        ({"depth": 10**12}, "1 to 1000"),
         ({"device": "cpu"}, "expected a CUDA device"),
         ({"device": "gpu"}, "device='gpu'"),
         ({"device": None}, "device=None"),
