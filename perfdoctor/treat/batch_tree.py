@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,11 +176,20 @@ def _tuple(node: tuple[Any, ...], leaf: Callable[[Any], Any]) -> Any:
 
 
 def _list(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    return _replaced(node, [(i, new) for i, old in enumerate(node) if (new := _mapped(old, leaf)) is not old])
+    return _replaced(node, _changed(enumerate(node), leaf))
 
 
 def _mapping(node: Mapping[Any, Any], leaf: Callable[[Any], Any]) -> Any:
-    return _replaced(node, [(key, new) for key, old in node.items() if (new := _mapped(old, leaf)) is not old])
+    return _replaced(node, _changed(node.items(), leaf))
+
+
+def _changed(items: Iterable[tuple[Any, Any]], leaf: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    found = []
+    for key, old in items:  # torch.compile cannot trace a comprehension with `:=`, and a model may answer in a dict
+        new = _mapped(old, leaf)
+        if new is not old:
+            found.append((key, new))
+    return found
 
 
 def _replaced(node: Any, changed: list[tuple[Any, Any]]) -> Any:
@@ -203,6 +212,8 @@ def _with_items(node: Any, changed: list[tuple[Any, Any]]) -> Any:
 
 
 def _copied(node: Any) -> Any:
+    if type(node) in (dict, list):
+        return node.copy()  # which torch.compile can trace, as it cannot `copy.copy` of them
     try:
         twin = copy.copy(node)
     except Exception as error:

@@ -52,7 +52,7 @@ def _fused_refusal(optimizer: optim.Optimizer, name: str) -> str | None:
             return (
                 f"{name} over complex parameters has no fused form, and only that takes its learning rate from a tensor"
             )
-        if group.get("dampening") and not optimizer.state:
+        if group.get("dampening") and group.get("momentum") and not optimizer.state:
             return f"{name}(dampening=...) treats its first step otherwise: call train_step once before graphing it"
     return None
 
@@ -108,15 +108,17 @@ def _move_counters(state: Any, device: torch.device) -> None:
 
 
 _forms: WeakKeyDictionary[optim.Optimizer, tuple[list[dict[str, Any]], WeakSet[Any]]] = WeakKeyDictionary()
-"""param groups as the user built them, and the graphed steps that are at work on the optimizer"""
+"""settings of the param groups as the user built them, and the graphed steps that are at work on the optimizer"""
+_CHANGED = ("capturable", "fused", "foreach", "lr")  # what `make_capturable` writes
 
 
 def hold_form(optimizer: optim.Optimizer, holder: Any) -> None:
     """Note the optimizer's own form, groups added since included; several graphed steps may share an optimizer."""
     groups, holders = _forms.setdefault(optimizer, ([], WeakSet()))
-    if not holders and any(not isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+    if not holders and any(not isinstance(group.get("lr"), torch.Tensor) for group in optimizer.param_groups):
         groups.clear()  # it has its own form: what was dropped without a release is of no account any more
-    groups += [dict(group) for group in optimizer.param_groups[len(groups) :]]
+    # Without the parameters: a hook of theirs may hold the optimizer, which would then live as long as the process.
+    groups += [{n: group[n] for n in _CHANGED if n in group} for group in optimizer.param_groups[len(groups) :]]
     holders.add(holder)
 
 
@@ -126,20 +128,16 @@ def let_go(optimizer: optim.Optimizer, holder: Any, *, is_as_before: bool = Fals
         return
     groups, holders = _forms[optimizer]
     holders.discard(holder)
-    if not holders:
+    if not holders and not is_as_before:
         del _forms[optimizer]
-        if not is_as_before:
-            give_back(optimizer, groups)
+        give_back(optimizer, groups)
 
 
 def give_back(optimizer: optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """The optimizer's own settings again, with the rate it has now; state values stay."""
     for group, before in zip(optimizer.param_groups, groups, strict=False):
-        rate = group["lr"]
-        for name in ("capturable", "fused", "foreach"):
-            if name in before:
-                group[name] = before[name]
-        group["lr"] = _given_back(rate, before["lr"])
+        for name, value in before.items():
+            group[name] = _given_back(group[name], value) if name == "lr" else value
         for p in group["params"]:
             state = optimizer.state.get(p, {})
             step = state.get("step")
@@ -151,7 +149,7 @@ def give_back(optimizer: optim.Optimizer, groups: Sequence[dict[str, Any]]) -> N
 def _given_back(rate: Any, before: Any) -> Any:
     """The rate as what it was before: a tensor, or a number, the very one where float32 alone made another of it."""
     if isinstance(before, torch.Tensor):
-        return rate
+        return before if before is rate else before.copy_(rate)  # one in host memory
     number = float(rate)
     return before if number == torch.tensor(before, dtype=torch.float32).item() else number
 

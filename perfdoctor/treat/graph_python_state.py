@@ -166,7 +166,7 @@ class Reached:
                 self._visit_names(vars(value), value.__name__, whole=False)
         elif isinstance(value, type):
             self._visit_class(value)
-        elif _is_users(type(value)):
+        elif is_users(type(value)):
             if hasattr(value, "__dict__"):
                 self._visit_names(vars(value), path)
             self._visit_slots(value, path)
@@ -177,7 +177,7 @@ class Reached:
 
     def _visit_module(self, module: torch.nn.Module, path: str) -> None:
         own = vars(module)
-        mine = _is_users(type(module))
+        mine = is_users(type(module))
         names = [n for n in own if n not in _MODULE_BOOKS and (not n.startswith("_") or mine) and "_hooks" not in n]
         # torch's weight_norm, spectral_norm and pruning make `weight` anew from these before each forward pass.
         derived = [n for n in names if f"{n}_g" in module._parameters or f"{n}_orig" in module._parameters]
@@ -239,7 +239,7 @@ class Reached:
             self._waiting.append((item, f"{path}[{key!r}]"))
 
     def _visit_class(self, cls: type) -> None:
-        if not _is_users(cls):
+        if not is_users(cls):
             return
         for name, item in list(vars(cls).items()):
             if isinstance(item, types.FunctionType | staticmethod | classmethod | property):
@@ -305,7 +305,8 @@ def _set_slot(value: Any, name: str, held: Any) -> None:
         object.__delattr__(value, name)
 
 
-def _is_users(cls: type) -> bool:
+def is_users(cls: type) -> bool:
+    """Whether a class is of the user's own code."""
     if cls.__module__ in ("builtins", "typing", "collections"):
         return False
     for item in vars(cls).values():

@@ -94,4 +94,4 @@ def _state_reader(generator: Any) -> Callable[[], Any]:
 def _numpy_state(state: Any) -> str:
     inner = state["state"]
     parts = {key: value.tobytes() if hasattr(value, "tobytes") else value for key, value in inner.items()}
-    return repr((parts, state.get("has_uint32"), state.get("uinteger")))
+    return repr((parts, *(state.get(name) for name in ("has_uint32", "uinteger", "buffer_pos"))))  # the last: Philox

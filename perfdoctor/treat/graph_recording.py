@@ -30,7 +30,7 @@ from perfdoctor.treat.graph_capture import (
     warm_up,
 )
 from perfdoctor.treat.graph_failure import failure
-from perfdoctor.treat.graph_python_state import Change, Place, PythonState, Reached, code_seen
+from perfdoctor.treat.graph_python_state import Change, Place, PythonState, Reached, code_seen, is_users
 from perfdoctor.treat.graph_randomness import is_torch_generator, own_generators, random_places
 from perfdoctor.treat.graph_values import Content, described, described_change
 from perfdoctor.treat.snapshot import Snapshot
@@ -193,14 +193,17 @@ def _recorded(
 
 
 def _made_by_the_step(changes: Sequence[Change], models: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
-    """What the step has put into Python names and buffers; tensors without the autograd graph that they may end."""
+    """What the step has put into Python names and buffers, without the autograd graphs that its tensors may end."""
     values = [change.after.items if isinstance(change.after, Content) else change.after for change in changes]
     found = Reached(*values, *(list(model.buffers()) for model in models)).objects
-    return tuple(
-        each.detach() if isinstance(each, torch.Tensor) else each
-        for each in found
-        if not isinstance(each, list | tuple | dict | set | deque)
-    )
+    return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in found if not _is_walked(each))
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether `Reached` has what this holds: it is kept itself, and a loss in here would keep its autograd graph."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
+        return False
+    return isinstance(value, list | tuple | dict | set | deque) or is_users(type(value))
 
 
 def _settle(parts: Parts, before: Snapshot, values: Any, python: PythonState, initial: Any) -> None:

@@ -20,17 +20,17 @@ class ModuleTree:
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self.modules = [module for model in models for module in model.modules()]
-        # Only those with something in them: a module that had nothing gets its first child rarely, and most have none.
         places = [held for module in self.modules for held in (module._parameters, module._modules)]
-        # Views, which show what is there now. What a ScriptModule has are no dicts.
-        self._places = [held.values() for held in places if isinstance(held, dict) and held]
+        places = [held for held in places if isinstance(held, dict)]  # what a ScriptModule has are none
+        self._places = [held.values() for held in places if held]  # views, which show what is there now
+        self._empty = [held for held in places if not held]  # most are, and a look whether they still are is cheap
         self._members = self._found()
 
     @property
     def is_current(self) -> bool:
         """Whether they are the same ones now."""
         now = self._found()
-        return len(now) == len(self._members) and all(map(is_, now, self._members))
+        return not any(self._empty) and len(now) == len(self._members) and all(map(is_, now, self._members))
 
     def _found(self) -> list[Any]:
         return list(chain.from_iterable(self._places))

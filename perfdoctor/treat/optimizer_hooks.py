@@ -27,43 +27,30 @@ def refuse_to_skip(optimizer: Optimizer) -> None:
         )
 
 
-def momentum_to_come(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters whose momentum the next update makes, where it is a fused SGD's.
+def start_momentum(optimizer: Optimizer) -> None:
+    """Before an update of a fused SGD: zeros as the momentum of those parameters that have none yet.
 
-    torch makes it from memory as it is found and writes it in the kernel. Where that update is skipped on the device
-    nothing is written, and the next one goes on with whatever was there.
+    From zero the update gives the gradient itself, as a first one does. Left to torch, it is made from memory as it is
+    found, which stays where the update is skipped on the device; and one parameter that comes later than others fails.
+
+    Raises:
+        TreatmentRefused: with dampening a first update is another.
     """
-    found: list[Tensor] = []
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        if group.get("momentum") and group.get("fused"):
-            first = next((p for p in group["params"] if p.grad is not None), None)
-            if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
-                found += [p for p in group["params"] if p.grad is not None]
-    return found
-
-
-def clear_skipped(optimizer: Optimizer, made: list[Tensor]) -> None:
-    """Zeroes the momentum that this update has made, where it was skipped; decided on the device, without a wait.
-
-    From zero the next update gives the gradient itself, as a first one does.
-    """
-    found = getattr(optimizer, "found_inf", None)
-    if not isinstance(found, Tensor):
-        return
-    with torch.no_grad():
-        for parameter in made:
-            momentum = optimizer.state[parameter].get("momentum_buffer")
-            if momentum is not None:
-                momentum.masked_fill_(found.to(momentum.device, non_blocking=True).reshape(()) > 0, 0.0)
-
-
-def _refuse_first_update(optimizer: Optimizer) -> None:
-    """Raises TreatmentRefused where the first update cannot be skipped and come later."""
-    if any(group.get("dampening") for group in optimizer.param_groups):
-        raise TreatmentRefused(
-            f"on_hit='skip': {type(optimizer).__name__}(dampening=...) treats its first update otherwise, and it would "
-            "be over though it was skipped on the device: take one step before"
-        )
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
+    if len(optimizer.state) >= sum([len(group["params"]) for group in groups]):
+        return  # as in every step but the first ones
+    for group in groups:
+        if not (group.get("momentum") and group.get("fused")):
+            continue
+        state = optimizer.state
+        new = [p for p in group["params"] if p.grad is not None and state[p].get("momentum_buffer") is None]
+        if new and group.get("dampening"):
+            raise TreatmentRefused(
+                f"a fused {type(optimizer).__name__}(dampening=...) treats the first update of a parameter otherwise, "
+                "and it would be over though it was skipped on the device: take one step before"
+            )
+        for parameter in new:
+            state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 class OptimizerHooks:
@@ -81,7 +68,6 @@ class OptimizerHooks:
         self._skips = skips
         self._handles: list[Any] = []
         self._before: dict[int, tuple[Optimizer, object]] = {}
-        self._made: dict[int, list[Tensor]] = {}
 
     def install(self) -> None:
         """Register with every torch optimizer there is or will be."""
@@ -97,7 +83,6 @@ class OptimizerHooks:
         self._handles.clear()
         for optimizer, _ in list(self._before.values()):
             self._give_back(optimizer)
-        self._made.clear()
 
     def _starting(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self._concerns(optimizer):
@@ -121,19 +106,15 @@ class OptimizerHooks:
             return
         if _has_closure(args, kwargs) and self._concerns(optimizer):
             self._check(optimizer)
-        clear_skipped(optimizer, self._made.pop(id(optimizer), []))
         self._give_back(optimizer)
 
     def _skip_where_found(self, optimizer: Any) -> None:
-        made = momentum_to_come(optimizer)
-        if made:
-            _refuse_first_update(optimizer)
+        start_momentum(optimizer)
         if _skipping.setdefault(optimizer, self) is not self:
             raise TreatmentRefused(
                 f"on_hit='skip': another NonFiniteWatch skips updates of this {type(optimizer).__name__}, and one is "
                 "enough: give the other on_hit='raise' or a function"
             )
-        self._made[id(optimizer)] = made
         before = getattr(optimizer, "found_inf", _ABSENT)
         self._before[id(optimizer)] = (optimizer, before)
         mine = self._found()

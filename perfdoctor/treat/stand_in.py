@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +22,8 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._instead(self._method, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._method, memo)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        owner, name = getattr(self._method, "__self__", None), getattr(self._method, "__name__", "")
-        return (getattr, (owner, name)) if owner is not None else (_itself, (self._method,))
+        return _itself, (self._method,)  # copies and pickles of a method are bound to the copy of its object
 
 
 def _itself(method: Any) -> Any:

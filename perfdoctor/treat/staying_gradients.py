@@ -27,10 +27,11 @@ class StayingGradients:
 
     def keep(self) -> int:
         """Move what the next replay would overwrite; how many gradients that were. No wait for the device."""
+        gradients = [parameter.grad for parameter in self._parameters]
         new = [
-            (index, parameter.grad)
-            for index, (parameter, safe) in enumerate(zip(self._parameters, self._safe, strict=True))
-            if parameter.grad is not None and (safe is None or safe() is not parameter.grad)
+            (index, gradient)
+            for index, gradient in enumerate(gradients)
+            if gradient is not None and ((safe := self._safe[index]) is None or safe() is not gradient)
         ]
         if not new:
             return 0

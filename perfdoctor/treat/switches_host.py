@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -67,10 +67,10 @@ class _Reads:
         self._passes: dict[Hashable, int] = {}
         self._last: dict[Hashable, tuple[int, Any]] = {}  # when it was really read, and what came
         self._has_steps = False
-        first = optimizers[0] if optimizers else None
         self._hook: Any = None
-        if isinstance(first, torch.optim.Optimizer):
-            self._hook = first.register_step_post_hook(self._end_step)
+        if optimizers:
+            with suppress(AttributeError):  # one that only stands for another has no hooks
+                self._hook = optimizers[0].register_step_post_hook(self._end_step)
 
     def remove(self) -> None:
         """Take the hook back."""
@@ -81,9 +81,11 @@ class _Reads:
         """The value of this read: really read where the last one of its kind is `LOG_EVERY` steps old."""
         passes = self._passes.get(line, 0)
         self._passes[line] = passes + 1
-        if self._has_steps and passes >= _MOST_READS:
+        # The first update is still to come, or it lies in a graph: more passes than these are steps.
+        by_step = self._has_steps or (self._hook is not None and passes < LOG_EVERY)
+        if by_step and passes >= _MOST_READS:
             return read()
-        kind, now = ((line, passes), self._step) if self._has_steps else (line, passes)
+        kind, now = ((line, passes), self._step) if by_step else (line, passes)
         found = self._last.get(kind)
         if found is None or now - found[0] >= LOG_EVERY:
             found = self._last[kind] = now, read()

@@ -13,7 +13,7 @@ import torch
 from perfdoctor.errors import TreatmentRefused
 from perfdoctor.kernels.grad_stats import clip_grad_norm_
 from perfdoctor.treat.cures import CURES
-from perfdoctor.treat.optimizer_hooks import clear_skipped, momentum_to_come
+from perfdoctor.treat.optimizer_hooks import start_momentum
 from perfdoctor.treat.stand_in import StandIn
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.watch.patches import Patches
@@ -73,7 +73,7 @@ def _refuse_fused_kind(optimizer: torch.optim.Optimizer, kinds: tuple[str, ...],
     if (
         kind is torch.optim.SGD
         and not optimizer.state
-        and any(group.get("dampening") for group in optimizer.param_groups)
+        and any(group.get("dampening") and group.get("momentum") for group in optimizer.param_groups)
     ):
         return "SGD(dampening=...) treats its first step otherwise, which a GradScaler may skip: take one step before"
     return None
@@ -135,19 +135,12 @@ def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 def _hooks_for_momentum(optimizer: torch.optim.Optimizer) -> list[Any]:
     """A GradScaler leaves an overflowing step to the fused kernel, and its first one is often such a step."""
-    made: list[torch.Tensor] = []
 
     def before(*_: Any) -> None:
-        made[:] = [] if torch.compiler.is_compiling() else momentum_to_come(optimizer)
+        if not torch.compiler.is_compiling():
+            start_momentum(optimizer)
 
-    def after(*_: Any) -> None:
-        if made:
-            clear_skipped(optimizer, made)
-            made.clear()
-
-    if not isinstance(optimizer, torch.optim.SGD):
-        return []
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    return [optimizer.register_step_pre_hook(before)] if isinstance(optimizer, torch.optim.SGD) else []
 
 
 def _refuse_set_to_none(loop: Loop) -> str | None:
@@ -163,7 +156,12 @@ def _refuse_set_to_none(loop: Loop) -> str | None:
 def _owners_of_zero_grad(loop: Loop) -> list[Any]:
     """Those with torch's signature; what another one does is its own."""
     owners: list[Any] = [*loop.optimizers, *([loop.model] if loop.model is not None else [])]
-    return [owner for owner in owners if "set_to_none" in inspect.signature(owner.zero_grad).parameters]
+    return [owner for owner in owners if _takes_set_to_none(owner.zero_grad)]
+
+
+def _takes_set_to_none(zero_grad: Callable[..., None]) -> bool:
+    found = inspect.signature(zero_grad).parameters.values()
+    return any(each.name == "set_to_none" or each.kind is each.VAR_KEYWORD for each in found)
 
 
 @contextmanager
@@ -181,8 +179,8 @@ def _set_to_none(loop: Loop) -> Iterator[Loop]:
         patches.undo()
 
 
-def _zero_to_none(original: Callable[..., None], set_to_none: bool = True) -> None:
-    original(set_to_none=True)
+def _zero_to_none(original: Callable[..., None], set_to_none: bool = True, **others: Any) -> None:
+    original(set_to_none=True, **others)
 
 
 def _refuse_clip(loop: Loop) -> str | None:

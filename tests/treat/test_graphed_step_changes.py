@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import weakref
 from collections import OrderedDict, UserList, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,7 +43,11 @@ def _take_out(model: nn.Sequential) -> None:
     del model[1]
 
 
-@pytest.mark.parametrize("change", [_replace, _append, _take_out])
+def _first_child(model: nn.Sequential) -> None:
+    model[2].inner = nn.Linear(8, 8).cuda()  # a dropout, which had none
+
+
+@pytest.mark.parametrize("change", [_replace, _append, _take_out, _first_child])
 def test_other_modules_are_another_graph(change: Callable[[nn.Sequential], None]) -> None:
     model, opt, train_step = build()
     step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
@@ -103,13 +108,67 @@ def test_one_that_fails_takes_nothing_from_those_before_it() -> None:
     assert (opt.param_groups[0]["capturable"], opt.param_groups[0]["lr"]) == (False, 1e-2)
 
 
-def test_one_that_was_dropped_without_a_release_does_not_keep_the_form() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_that_was_dropped_without_a_release_does_not_keep_the_form(fails: bool) -> None:
     model, opt, train_step = build()
     dropped = graphed_step(train_step, *batch(), model=model, optimizer=opt)
     del dropped
+    if fails:
+        with pytest.raises(TreatmentRefused):
+            graphed_step(lambda x, y: train_step(x, y).item(), *batch(), model=model, optimizer=opt)
     step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
     step.release()
     assert (opt.param_groups[0]["capturable"], opt.param_groups[0]["lr"]) == (False, 1e-2)
+
+
+def test_the_form_of_an_optimizer_does_not_keep_it_alive() -> None:
+    def dropped() -> weakref.ref[torch.optim.Optimizer]:
+        model, opt, train_step = build()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad if opt.param_groups else None)
+        graphed_step(train_step, *batch(), model=model, optimizer=opt)(*batch())
+        return weakref.ref(opt)
+
+    optimizer = dropped()
+    gc.collect()
+    assert optimizer() is None
+
+
+def test_a_rate_in_host_memory_comes_back_as_the_same_tensor_with_the_value_of_now() -> None:
+    rate = torch.tensor(0.01)
+    model, opt, train_step = build(lr=rate)
+    step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
+    opt.param_groups[0]["lr"].fill_(0.5)
+    step(*batch())
+    step.release()
+    assert opt.param_groups[0]["lr"] is rate
+    assert (rate.device.type, float(rate)) == ("cpu", 0.5)
+
+
+class _OwnRate(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"capturable": True, "rate": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["rate"])
+
+
+def test_an_optimizer_whose_rate_has_another_name() -> None:
+    model, opt, train_step = build(_OwnRate)
+    before = {name: value for name, value in opt.param_groups[0].items() if name != "params"}
+    step = graphed_step(train_step, *batch(), model=model, optimizer=opt)
+    step(*batch())
+    assert step.num_replays == 1
+    step.release()
+    assert {name: value for name, value in opt.param_groups[0].items() if name != "params"} == before
+
+
+def test_dampening_without_momentum_has_no_first_step() -> None:
+    model, opt, train_step = build(torch.optim.SGD, dampening=0.5)
+    assert graphed_step(train_step, *batch(), model=model, optimizer=opt).num_graphs == 1
 
 
 @dataclass
@@ -206,6 +265,8 @@ def test_items_that_the_step_writes_do_not_keep_it_from_replaying() -> None:
     ("generator", "draw", "state"),
     [
         (np.random.default_rng(3), lambda g: g.random(), lambda g: repr(g.bit_generator.state)),
+        # Four numbers at a time: its counter stands still for the next three.
+        (np.random.Generator(np.random.Philox(3)), lambda g: g.random(), lambda g: repr(g.bit_generator.state)),
         (np.random.RandomState(3), lambda g: g.rand(), lambda g: repr(g.get_state())),
         (random.Random(3), lambda g: g.random(), lambda g: repr(g.getstate())),
     ],
@@ -219,6 +280,31 @@ def test_draws_from_a_generator_of_the_users_own_are_refused_and_taken_back(
         graphed_step(lambda x, y: train_step(x * draw(generator), y), *batch(), model=model, optimizer=opt)
     assert state(generator) == before
     assert same(weights, numbers(model))
+
+
+class _Logged:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.model, _, self.plain = build()
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.plain(x, y)
+        self.last = _Logged(loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore::perfdoctor.treat.graphed_step.FrozenStateWarning")
+def test_no_autograd_graph_of_the_capture_outlives_it() -> None:
+    trainer = _Trainer()
+    step = graphed_step(trainer.step, *batch())
+    kept = next(iter(step._graphs.values())).kept
+    assert any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in kept)  # the loss
+    assert not any(isinstance(each, _Logged) or getattr(each, "grad_fn", None) for each in kept)
 
 
 class _Lazy(nn.Module):

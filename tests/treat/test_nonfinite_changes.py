@@ -97,6 +97,11 @@ def test_a_tree_is_current_until_a_member_is_another() -> None:
         assert tree.is_current
         change(model, "cpu")
         assert not tree.is_current
+    model = nn.Sequential(nn.Linear(1, 1), nn.ModuleList(), nn.ReLU())
+    for index in range(3):  # none of them had a child
+        tree = ModuleTree([model])
+        model[index].add_module("0", nn.Identity())
+        assert not tree.is_current
     model = nn.Sequential(nn.LazyLinear(3))
     tree = ModuleTree([model])
     model(torch.ones(1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -14,8 +15,10 @@ import pytest
 import torch
 from switch_loops import CPU, LIGHT, configuration, small_loop, train
 from torch import nn
+from transformers.utils import ModelOutput
 
 from perfdoctor.emulate import emulate_cuda
+from perfdoctor.treat.compiled import compile_model
 from perfdoctor.treat.switches import TREATMENTS, treatment
 from perfdoctor.treat.treatment import Loop
 
@@ -91,6 +94,24 @@ def test_a_first_step_that_a_scaler_skips_leaves_no_momentum(nesterov: bool) -> 
         torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-7)
 
 
+def test_a_parameter_whose_first_gradient_comes_late_is_trained_as_without_the_switch() -> None:
+    def trained(name: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loop = Loop(device=CPU, model=model, optimizers=(optimizer,))
+        with treatment(name).applied(loop) if name else contextlib.nullcontext():
+            for step in range(4):
+                model[0].requires_grad_(step > 1)
+                model(torch.ones(1, 2)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    for plain, fused in zip(trained(None), trained("fused_optimizer"), strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-7)
+
+
 def test_fused_refuses_what_would_fail_or_differ_at_the_first_step() -> None:
     embedding = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     bag = nn.EmbeddingBag(5, 3, sparse=True)
@@ -108,6 +129,8 @@ def test_fused_refuses_what_would_fail_or_differ_at_the_first_step() -> None:
     other(torch.ones(1, 3)).sum().backward()
     damped.step()
     assert treatment("fused_optimizer").refuses(loop) is None
+    no_momentum = torch.optim.SGD(other.parameters(), lr=0.1, dampening=0.5)
+    assert treatment("fused_optimizer").refuses(Loop(device=CPU, model=other, optimizers=(no_momentum,))) is None
 
 
 def _reloaded(model: nn.Module) -> nn.Module:
@@ -169,6 +192,32 @@ def test_a_zero_grad_of_another_signature_is_left_alone() -> None:
         assert model.weight.grad is None
 
 
+class _Passing(torch.optim.SGD):
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+
+
+class _Noting(torch.optim.SGD):
+    noted: Any = None
+
+    def zero_grad(self, set_to_none: bool = True, note: Any = None) -> None:
+        self.noted = note
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(_Passing, {}), (_Noting, {"note": 3})])
+def test_a_zero_grad_that_passes_set_to_none_on_is_switched(kind: Any, more: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.1)
+    loop = Loop(device=CPU, optimizers=(optimizer,))
+    assert treatment("set_to_none").refuses(loop) is None
+    with treatment("set_to_none").applied(loop):
+        weight.grad = torch.ones(2)
+        optimizer.zero_grad(set_to_none=False, **more)
+        assert weight.grad is None
+        assert getattr(optimizer, "noted", None) == more.get("note")
+
+
 class _Named(NamedTuple):
     logits: Any
 
@@ -206,6 +255,21 @@ def test_bf16_gives_float32_in_any_container(pack: Callable[[torch.Tensor], Any]
     assert type(out) is type(model(torch.ones(1, 2)))
 
 
+@dataclasses.dataclass
+class _ModelOutput(ModelOutput):  # type: ignore[misc]
+    logits: Any = None
+
+
+@pytest.mark.parametrize("pack", [lambda y: {"a": y}, lambda y: (y, [y]), _Output, lambda y: _ModelOutput(logits=y)])
+def test_bf16_leaves_a_compiled_model_one_graph(pack: Callable[[torch.Tensor], Any]) -> None:
+    model = _Answering(pack)
+    x = torch.ones(1, 2)
+    with treatment("bf16_autocast").applied(Loop(device=CPU, model=model)), compile_model(model, backend="eager"):
+        out = model(x)
+        assert type(out) is type(pack(x))
+    torch._dynamo.reset()
+
+
 def test_lazy_modules_are_refused_or_left_alone() -> None:
     for each in TREATMENTS:
         model = nn.Sequential(nn.LazyConv2d(3, 3), nn.Flatten(), nn.LazyLinear(2))
@@ -239,3 +303,28 @@ def test_a_line_that_reads_several_values_a_step_keeps_them_apart() -> None:
     assert seen == expected
     assert passes == 3
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_values_are_kept_apart_before_the_first_update_too() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
+    seen = []
+    with treatment("log_every_n").applied(Loop(device=CPU, optimizers=(optimizer,))):
+        for step in range(11):
+            seen.append((_log(torch.tensor(0.0 + step)), _log(torch.tensor(100.0 + step))))
+            optimizer.step()
+    assert seen == [(0.0, 100.0)] * 10 + [(10.0, 110.0)]
+
+
+def test_passes_are_steps_where_no_update_is_seen() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
+    for optimizers in ((), (optimizer,), (_Standing(optimizer),)):  # the second as inside a CUDA graph
+        with treatment("log_every_n").applied(Loop(device=CPU, optimizers=optimizers)):
+            seen = [_log(torch.tensor(float(step))) for step in range(40)]
+        assert len(set(seen[20:])) == 2
+
+
+class _Standing(torch.optim.Optimizer):
+    """Stands for another one, as those of libraries do; without what torch's constructor makes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
