@@ -50,6 +50,7 @@ class ScriptRun:
     capture: Capture
     exit_code: int
     stopped: bool
+    num_steps: int  # that were seen, warm-up included
 
 
 def run_script(target: str, arguments: Sequence[str] = (), options: ScriptOptions | None = None) -> ScriptRun:
@@ -71,7 +72,8 @@ def run_script(target: str, arguments: Sequence[str] = (), options: ScriptOption
     with as_main(program, arguments), options.around(session), session:
         session.recorder.batches.patch_loaders()
         exit_code, stopped = execute_program(program)
-    return ScriptRun(capture=session.capture, exit_code=exit_code, stopped=stopped)
+    num_steps = sum(row.complete for row in session.recorder.rows)
+    return ScriptRun(capture=session.capture, exit_code=exit_code, stopped=stopped, num_steps=num_steps)
 
 
 def _enough(options: ScriptOptions) -> None:

@@ -40,7 +40,8 @@ from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.live_obstacles import AT_FIRST_CALL
 from perfdoctor.trial.process_run import ProcessOrder, ProcessRun
 from perfdoctor.trial.sandbox import Sandbox
-from perfdoctor.trial.treatments_trial import PARITY_STEPS, loader_period, refusal_of
+from perfdoctor.trial.treated_steps import PARITY_STEPS
+from perfdoctor.trial.treatments_trial import loader_period, refusal_of
 from perfdoctor.trial.verdict import failed
 from perfdoctor.watch.clocks import Stamp, cuda_active, elapsed_ns
 from perfdoctor.watch.steps import StepDetector
@@ -140,6 +141,7 @@ class TreatedProcess:
             self._live.install()
             self._await_first_call(stack)
             steps = StepDetector(_moment, self._step)
+            self._live.requested = steps.requested
             stack.callback(steps.remove)
             steps.install()
             _seed()

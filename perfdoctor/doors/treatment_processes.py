@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from perfdoctor.doors.nsys_process import end_tree
 from perfdoctor.trial.process_run import ProcessOrder, ProcessRun
+from perfdoctor.trial.sudden_end import cleaned_at_sudden_end
 
 _ROOT = Path(__file__).parents[2]
 _CHILD = "perfdoctor.doors.treatment_child"
@@ -35,9 +36,11 @@ class TreatmentProcesses:
         self._seconds_left = seconds_left
         self._folder = ""
         self._server: subprocess.Popen[str] | None = None
+        self._guard = ExitStack()
 
     def __enter__(self) -> TreatmentProcesses:
         self._folder = tempfile.mkdtemp(prefix="perfdoctor-processes-")
+        self._guard.enter_context(cleaned_at_sudden_end(self._clean))
         try:
             self._server = self._start_server()  # now: its imports are not part of what a process takes
             self._answer()
@@ -50,6 +53,13 @@ class TreatmentProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_server()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._guard.close()
+
+    def _clean(self) -> None:
+        """At a signal that ends this process at once: nothing of it may wait."""
+        if self._server is not None:
+            end_tree(self._server.pid)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, names: tuple[str, ...], counted: int, dry: bool) -> ProcessRun | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +40,7 @@ from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
 from perfdoctor.trial.verdict import Verdict, untried
 from perfdoctor.watch.clocks import stamp_now
-from perfdoctor.watch.plan import Plan
+from perfdoctor.watch.plan import Plan, Stage
 from perfdoctor.watch.steps import StepDetector
 
 _MOST_RUNS = 4
@@ -137,9 +136,11 @@ class _Search:
                 break
         if self._diagnosis is None or not (self._verdicts or self._deferred):
             how = f"failed ({self._failure})" if self._failure else "ended"
+            plan = Plan(warmup=self._options.warmup, active=self._options.active)
+            watched = plan.total((Stage.WARMUP, Stage.BARE, Stage.SITES, Stage.LIGHT, Stage.FULL))
             raise SessionError(
-                f"{self._target} {how} before a treatment was tried: it needs some 50 steps to be watched and some "
-                "hundred more"
+                f"{self._target} {how} before a treatment was tried: some {watched} steps are watched "
+                "(--warmup, --active), and each treatment takes some hundred; let it run longer"
             )
 
     def interrupt(self) -> None:
@@ -200,9 +201,7 @@ class _Search:
         why = f"the script failed first ({self._failure})" if self._failure else self._why_left
         verdicts = self._verdicts + [untried(each.name, why) for each in self._left]
         if not self._options.names:
-            script = shlex.join((*["-m"] * self._options.module, self._target, *self._arguments))
-            ask = f"it compiles for minutes; ask for it by name: perfdoctor trial --treat={_DEAR} {script}"
-            verdicts.append(untried(_DEAR, ask))
+            verdicts.append(untried(_DEAR, f"it compiles for minutes; ask for it by name (--treat={_DEAR})"))
         found_at = replace(self._diagnosis, source=self._target)
         return TreatedScript(
             verdicts=tuple(verdicts),
@@ -258,7 +257,8 @@ class _Run:
     def execute(self, target: str, arguments: Sequence[str]) -> None:
         """Run the script until every treatment is judged, or to its end; everything is as before then."""
         program = load_program(target, module=self._options.module)
-        with ExitStack() as stack:
+        # The end of the time may come when the script has just ended: then there is nothing to stop any more.
+        with suppress(ScriptStopped), ExitStack() as stack:
             stack.enter_context(kept_settings())
             stack.enter_context(self._box)
             stack.enter_context(as_main(program, arguments))
@@ -291,6 +291,7 @@ class _Run:
         if self.diagnosis is not None:
             self._begin()
             steps = StepDetector(stamp_now, self._step)
+            self._live.requested = steps.requested
             stack.callback(steps.remove)
             steps.install()
             return
@@ -308,6 +309,7 @@ class _Run:
         try:
             refuse_ranks()
             self.diagnosis = diagnose(session.assembled())
+            self._live.requested = session.recorder.steps.requested
             self._begin()
         except Exception as error:  # raised by execute(), once the script is stopped
             self._problem = error

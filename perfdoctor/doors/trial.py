@@ -20,13 +20,14 @@ from perfdoctor.errors import INTERRUPTED, SessionError, TrialRefused
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.report.trial import TrialReport
+from perfdoctor.trial.kept_loop import KeptLoop
 from perfdoctor.trial.live_model import buffers_of
 from perfdoctor.trial.loader_replay import LoaderReplay
-from perfdoctor.trial.loop_state import LoopState
 from perfdoctor.trial.outcome import TrialOutcome
 from perfdoctor.trial.runner import Limits, Trial
 from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.suspects import MOST_SUSPECTS, Surroundings, choose_suspects
+from perfdoctor.units import format_plural
 from perfdoctor.watch.plan import Plan
 
 _PATIENCE = 3  # times that a script may catch its end in silence
@@ -58,7 +59,7 @@ class LiveTrial:
         self._ended = ended
         self._restored = restored
         self._models = models
-        self._before: LoopState | None = None
+        self._before: KeptLoop | None = None
         self._trial: Trial | None = None
         self._over = False
         try:
@@ -103,22 +104,23 @@ class LiveTrial:
         if self.problem is not None:
             raise self.problem
         if self._trial is None:
-            raise SessionError(
-                "the loop ended before the trial began: it needs some 50 steps to be watched and a few hundred to be "
-                "tried; let it run longer"
-            )
+            raise SessionError(f"the loop ended before the trial began: {too_short(self._session)}")
         outcome = self._trial.outcome()
         return replace(outcome, notes=(*outcome.notes, *stream_notes(self.replay)))
 
     def close(self) -> None:
         """Take everything back, at whatever point."""
-        if not self._over and self._trial is not None:
-            self._over = True
-            try:
-                self._trial.finish()
-            finally:
-                self._put_back()
+        self._finish(midway=True)
+
+    def _finish(self, *, midway: bool) -> None:
+        if self._over:
+            return
         self._over = True
+        try:
+            if self._trial is not None:
+                self._trial.finish()
+        finally:  # of a trial that was broken off before it began, too
+            self._put_back(midway=midway)
 
     def next_of(self, iterator: Iterator[Any]) -> Any:
         """`next(iterator)` for batches that the session hands out. Raises StopIteration once the trial is over."""
@@ -140,6 +142,7 @@ class LiveTrial:
         except Exception as error:  # told by report(): the user's loop goes on, or is stopped on purpose
             self.problem = error
             self._over = True
+            self._put_back(midway=False)
             self._ended()
 
     def _step(self, stamp: Any) -> None:
@@ -156,14 +159,14 @@ class LiveTrial:
         self.problem = error
         self._session.recorder.following = None
         self._session.recorder.steps.idle = True
-        self.close()
+        self._finish(midway=False)
         self._ended()
 
     def _end(self) -> None:
         self._over = True
         self._session.recorder.following = None
         self._session.recorder.steps.idle = True
-        self._put_back()
+        self._put_back(midway=False)
         self._ended()
 
     def _keep(self, optimizers: list[Any]) -> None:
@@ -171,12 +174,12 @@ class LiveTrial:
             parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
             models = self._models if self._models is not None else [*parameters, *buffers_of(optimizers)]
             device = next((p.device for p in parameters), torch.device("cpu"))
-            self._before = LoopState.of(models, optimizers, device)
+            self._before = KeptLoop.of(models, optimizers, device, self.replay)
 
-    def _put_back(self) -> None:
+    def _put_back(self, *, midway: bool) -> None:
         before, self._before = self._before, None
         if before is not None:
-            before.restore()
+            before.put_back(midway=midway)
 
 
 def refuse_ranks() -> None:
@@ -249,6 +252,16 @@ def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions 
         notes=(*outcome.notes, *files_of(box)),
     )
     return ScriptTrial(outcome=outcome, exit_code=exit_code, stopped=stopped)
+
+
+def too_short(session: Session) -> str:
+    """How many steps a loop made that ended while it was watched, and how many it should make."""
+    recorder = session.recorder
+    made, watched = sum(row.complete for row in recorder.rows), recorder.plan.total(recorder.stages)
+    return (
+        f"it made {format_plural(made, 'step')}, where {watched} or more are watched (--warmup, --active) and a few "
+        "hundred to two thousand tried; let it run longer"
+    )
 
 
 class _Stop:

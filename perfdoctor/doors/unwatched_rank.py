@@ -45,4 +45,4 @@ def run_unwatched(target: str, arguments: Sequence[str] = (), options: ScriptOpt
             detector.remove()
     note = Note(code="not-recorded", text="this rank was not among those that record")
     capture = Capture(source="session", environment=read_environment(None, [], 0), notes=(note,))
-    return ScriptRun(capture=capture, exit_code=exit_code, stopped=stopped)
+    return ScriptRun(capture=capture, exit_code=exit_code, stopped=stopped, num_steps=num_steps)

@@ -90,6 +90,7 @@ class CallHooks:
         self._removed = False
         self._handlers: dict[tuple[int, str], tuple[Any, list[_Row]]] = {}
         self._wrappers: list[tuple[Patches, list[_Row]]] = []
+        self.reached: set[Place] = set()  # where a call was seen, in whatever thread
         self._answered: set[int] = set()  # lists of rows of which one had a call at its place
         self.local = _Inside()
         self._users: dict[int, bool | None] = {}  # code id -> the user's; None: ours, passed over
@@ -170,11 +171,13 @@ class CallHooks:
             if key in known:
                 return known[key]
             file, line = shown_file(at.f_code.co_filename), at.f_lineno or 0
-            found = next((handler for place, handler, _ in rows if place is None or place.holds(file, line)), None)
+            place, found = next((row[:2] for row in rows if row[0] is None or row[0].holds(file, line)), (None, None))
             self._codes.append(at.f_code)
             known[key] = found
             if found is not None:
                 self._answered.add(id(rows))
+            if place is not None:
+                self.reached.add(place)
             return found
 
         return handler_at

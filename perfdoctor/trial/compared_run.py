@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from perfdoctor.trial.outcome import ALL
 from perfdoctor.units import NS_PER_MS
 
 _SCHEMA_VERSION = 1
+_FEWEST_BLOCKS = 6
+_OF_BLOCKS = "in the trial, with nothing taken out"
 _HEAD_BYTES = 4096
+_PAGES = (b"perfdoctor: ", b"Trial of ", b"Treatments of ")  # how reports of text begin
 _LONGEST_MS = 1e12  # 30 years
 NO_GPU = "no GPU"
 _WITHOUT = "no-gpu"  # code of the note on a recording without a device
@@ -45,8 +48,23 @@ class FindingRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """What a trial measured of the loop as it is: mean steps of blocks. Times in ns a step."""
+
+    median_ns: float
+    low_ns: float  # first quartile of the blocks
+    high_ns: float
+    num_blocks: int
+    block_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A run: its steps, its findings and its conditions."""
+    """A run: its steps, its findings and its conditions.
+
+    `num_blocks` is None where single steps were timed; else the median and the quartiles are those of the means of so
+    many blocks, `num_steps` steps in all. `blocks`: those of a trial, beside the single steps.
+    """
 
     path: str
     median_ns: float
@@ -63,6 +81,29 @@ class ComparedRun:
     source: str = ""  # what was run or read
     note_codes: frozenset[str] = frozenset()
     together_ns: int | None = None  # what all findings that were tried gave back together, in a trial
+    blocks: BlockTimes | None = None
+    num_blocks: int | None = None
+
+    @property
+    def num_timed(self) -> int:
+        """How many times the median is of."""
+        return self.num_steps if self.num_blocks is None else self.num_blocks
+
+    def of_blocks(self) -> ComparedRun:
+        """The same run by the blocks of its trial: many more steps than the bare ones, spread over minutes."""
+        assert self.blocks is not None
+        samples = self.samples_per_step
+        return replace(
+            self,
+            samples_per_s=None if samples is None else 1e9 * samples / self.blocks.median_ns,
+            median_ns=self.blocks.median_ns,
+            low_ns=self.blocks.low_ns,
+            high_ns=self.blocks.high_ns,
+            num_blocks=self.blocks.num_blocks,
+            num_steps=self.blocks.num_blocks * self.blocks.block_steps,
+            basis=_OF_BLOCKS,
+            step_ns=(),
+        )
 
     @property
     def emulated(self) -> bool:
@@ -97,6 +138,10 @@ def _read_report(path: Path) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
+            if head.startswith(_PAGES) or (head.startswith(b"<!doctype html") and b"perfdoctor" in head):
+                raise NotATraceError(
+                    f"{path}: a report as a page. Write it as JSON (--format json), which can be compared."
+                )
             if head.lstrip()[:1] != b"{" or b'"traceEvents"' in head:
                 return None
             document = json.loads(head + file.read(), parse_constant=_refuse_constant)
@@ -122,7 +167,7 @@ def _read_report(path: Path) -> dict[str, Any] | None:
         )
     if document["schema_version"] != _SCHEMA_VERSION:
         raise UnsupportedTraceError(
-            f"{path}: report schema {document['schema_version']}; this perfdoctor reads {_SCHEMA_VERSION}. "
+            f"{path}: report schema {document['schema_version']!r}; this perfdoctor reads {_SCHEMA_VERSION}. "
             "Use the perfdoctor that wrote it, or write both reports again."
         )
     return dict(document)
@@ -131,15 +176,17 @@ def _read_report(path: Path) -> dict[str, Any] | None:
 def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
     try:
         verdict, step = document["verdict"], document["verdict"]["step"]
-        if step is None or step["num_steps"] < 1:
+        if step is None or _whole(step["num_steps"]) < 1:
             raise _without_steps(path)
         rows = (*document["findings"], *document["leave_alone"])
+        low_ns, median_ns, high_ns = _quartiles(path, step)
+        trial = document.get("trial") or {}
         return ComparedRun(
             path=path,
-            median_ns=_positive(path, step["median_ms"]) * NS_PER_MS,
-            low_ns=_positive(path, step["low_ms"]) * NS_PER_MS,
-            high_ns=_positive(path, step["high_ms"]) * NS_PER_MS,
-            num_steps=int(step["num_steps"]),
+            median_ns=median_ns,
+            low_ns=low_ns,
+            high_ns=high_ns,
+            num_steps=step["num_steps"],
             basis=str(step["basis"]),
             samples_per_s=_optional(verdict["samples_per_s"]),
             samples_per_step=_optional(verdict.get("samples_per_step")),  # files of before it was written lack it
@@ -148,7 +195,8 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
             findings=tuple(_row(row) for row in rows),
             source=str(document.get("source", "")),
             note_codes=frozenset(str(note["code"]) for note in document.get("notes", ())),
-            together_ns=_together(document.get("trial") or {}),
+            together_ns=_together(trial),
+            blocks=_blocks(path, trial),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BrokenTraceError(
@@ -166,6 +214,35 @@ def _positive(path: str, value: Any) -> float:
     if not 0 < number < _LONGEST_MS:
         raise UsageError(f"{path}: a step of {value} ms cannot be compared")
     return number
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _quartiles(path: str, times: dict[str, Any]) -> tuple[float, float, float]:
+    """The first quartile, the median and the third, in ns."""
+    low, median, high = (_positive(path, times[name]) for name in ("low_ms", "median_ms", "high_ms"))
+    if not low <= median <= high:
+        raise ValueError(f"quartiles {low:g} and {high:g} ms of a median of {median:g} ms")
+    return low * NS_PER_MS, median * NS_PER_MS, high * NS_PER_MS
+
+
+def _blocks(path: str, trial: dict[str, Any]) -> BlockTimes | None:
+    """The blocks of a trial with nothing taken out; None where it measured none, or too few to tell their spread."""
+    base = trial.get("base")
+    if not base or not base["median_ms"]:
+        return None
+    # Each block of an arm stands between two of them, which it shares with its neighbours.
+    num_blocks = sum(_whole(arm["num_pairs"]) for arm in trial["arms"]) + 1
+    if num_blocks < _FEWEST_BLOCKS:
+        return None
+    low, median, high = _quartiles(path, base)
+    return BlockTimes(
+        median_ns=median, low_ns=low, high_ns=high, num_blocks=num_blocks, block_steps=_whole(trial["block_steps"])
+    )
 
 
 def _optional(value: Any) -> float | None:

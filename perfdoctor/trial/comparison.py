@@ -4,6 +4,8 @@ The rule. The median's standard error is that of the box plot's notch (McGill, T
 Plots, The American Statistician 32, 1978): 1.25 R / (1.35 sqrt(n)), R the interquartile range, n the steps. Where both
 files hold every step, a moving-block bootstrap of the two medians takes its place (Kuensch, The Jackknife and the
 Bootstrap for General Stationary Observations, Annals of Statistics 17, 1989): steps that follow each other are alike.
+Of two reports of a trial it is the blocks with nothing taken out that are compared, n the blocks: hundreds of steps
+over a minute or more, where the bare steps before it are ten.
 To that comes what one and the same script differs by from process to process, which no file of one run can show:
 `RUN_NOISE_RATIO` of the step a run, the standard deviation over twelve scripts that were run twice on one H200
 (2.2 %). The interval is the 95 % one of after less before; where it holds zero there is no difference.
@@ -12,6 +14,7 @@ To that comes what one and the same script differs by from process to process, w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -116,6 +119,8 @@ class Comparison:
 
 def compare(before: ComparedRun, after: ComparedRun, *, run_noise_ratio: float = RUN_NOISE_RATIO) -> Comparison:
     """Compare two runs; see the module's text for the rule."""
+    if before.blocks is not None and after.blocks is not None:
+        before, after = before.of_blocks(), after.of_blocks()
     difference = after.median_ns - before.median_ns
     low, high, rule = _step_interval(before, after)
     run = _NORMAL_95 * run_noise_ratio * math.hypot(before.median_ns, after.median_ns)
@@ -160,11 +165,12 @@ def _step_interval(before: ComparedRun, after: ComparedRun) -> tuple[float, floa
         return low, high, "95 % by bootstrap of the steps in blocks"
     difference = after.median_ns - before.median_ns
     half = _NORMAL_95 * math.hypot(_standard_error(before), _standard_error(after))
-    return difference - half, difference + half, "95 % from medians, quartiles and numbers of steps"
+    what = "steps" if before.num_blocks is None else "blocks"
+    return difference - half, difference + half, f"95 % from medians, quartiles and numbers of {what}"
 
 
 def _standard_error(run: ComparedRun) -> float:
-    return _NOTCH * max(run.high_ns - run.low_ns, 0.0) / math.sqrt(run.num_steps)
+    return _NOTCH * max(run.high_ns - run.low_ns, 0.0) / math.sqrt(run.num_timed)
 
 
 def _bootstrapped(before: NDArray[np.float64], after: NDArray[np.float64]) -> tuple[float, float]:
@@ -214,6 +220,8 @@ def _likeness(a: FindingRow, b: FindingRow) -> float:
     return 4 * text + 2 * (a.kind == b.kind) + same_file + same_function + near
 
 
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # one without a dot may as well be a recording's name
+_RECORDINGS = frozenset({".json", ".gz", ".sqlite", ".perfdoctor", ".zip", ".pt"})
 _CONDITIONS = {
     "num_gpus": "number of GPUs", "driver": "driver", "cuda": "CUDA", "torch": "torch",
     "python": "Python", "world_size": "number of ranks", "launch_blocking": "CUDA_LAUNCH_BLOCKING",
@@ -221,9 +229,19 @@ _CONDITIONS = {
 }  # fmt: skip
 
 
+def _script(run: ComparedRun) -> str:
+    """The file or the module that was run; '' where the source is a recording or a session."""
+    source = run.source
+    if source == run.path:
+        return ""
+    if source.endswith(".py"):
+        return PurePath(source).name
+    return source if _MODULE.fullmatch(source) and PurePath(source).suffix not in _RECORDINGS else ""
+
+
 def _warnings(before: ComparedRun, after: ComparedRun) -> Iterator[str]:
-    scripts = [PurePath(run.source).name for run in (before, after)]
-    if scripts[0] != scripts[1] and all(script.endswith(".py") for script in scripts):
+    scripts = [_script(run) for run in (before, after)]
+    if scripts[0] != scripts[1] and all(scripts):
         yield f"the scripts are not of one name: {scripts[0]} before, {scripts[1]} after"
     devices = (before.device, after.device)
     if NO_GPU in devices and devices[0] != devices[1]:
@@ -246,5 +264,6 @@ def _warnings(before: ComparedRun, after: ComparedRun) -> Iterator[str]:
     if before.basis != after.basis:
         yield f"the steps were not timed alike: {before.basis} before, {after.basis} after"
     for name, run in (("before", before), ("after", after)):
-        if run.num_steps < _FEW_STEPS:
-            yield f"only {format_plural(run.num_steps, 'step')} {name}: their spread is hardly known"
+        if run.num_timed < _FEW_STEPS:
+            what = format_plural(run.num_timed, "step" if run.num_blocks is None else "block")
+            yield f"only {what} {name}: their spread is hardly known"

@@ -1,14 +1,15 @@
 """The objects of a running loop that nobody handed over: its model, optimizers, loader, losses, batches.
 
-The model is the first module called whose parameters cover most of what the optimizers hold: of a model and its parts
-that is the outermost. Losses are the tensors on which `.backward()` is called.
+The model is the first module called whose parameters cover most of what is trained: of a model and its parts that is
+the outermost. Trained is what the optimizers hold; in a loop without any, what backward passes reach. Losses are the
+tensors on which `.backward()` is called.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class LiveLoop:
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
         self.listening = False  # keep the losses
+        self.requested: Callable[[], None] = _nothing  # called before each batch: where no optimizer steps, a step ends
         self.held = False  # batches come from here: the same few in every run
         self._replayed = True
         self._loader: Any = None
@@ -45,6 +47,9 @@ class LiveLoop:
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._modules: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._leaves: dict[int, torch.Tensor] = {}  # what the gradients of a loss go to
+        self._looking = False
+        self._device: torch.device | None = None  # of a loss
         self._handles: list[Any] = []
         self._module_handle: Any = None
         self._patches = Patches()
@@ -62,6 +67,7 @@ class LiveLoop:
         """Hook module calls, `.backward()` and the batches of DataLoaders."""
         if not self._begins:
             self.prepare()
+        self._looking = True
         self._module_handle = register_module_forward_pre_hook(self._called)
         self._patches.replace(torch.Tensor, "backward", TensorMethod(torch.Tensor.backward, self._backward))
         single: Any = dataloader._BaseDataLoaderIter
@@ -85,26 +91,42 @@ class LiveLoop:
         self.losses.clear()
         self._modules.clear()
         self._optimizers.clear()
+        self._leaves.clear()
 
     def stop_looking(self) -> None:
         """The model is known: its calls need no hook any more (a hook on every module costs, and breaks graphs)."""
+        self._looking = False
         if self._module_handle is not None:
             self._module_handle.remove()
             self._module_handle = None
 
     def loop(self) -> Loop:
         """What was seen so far."""
-        held = {id(p) for opt in self._optimizers.values() for group in opt.param_groups for p in group["params"]}
+        trained = {id(p): p for opt in self._optimizers.values() for group in opt.param_groups for p in group["params"]}
+        trained = trained or self._leaves or self._trainable()
         model, covered = None, 0
         for module in self._modules.values():
-            count = sum(id(p) in held for p in module.parameters())
+            count = sum(id(p) in trained for p in module.parameters())
             if count > covered:
                 model, covered = module, count
-        parameter = next(
-            (p for opt in self._optimizers.values() for group in opt.param_groups for p in group["params"]), None
-        )
-        device = torch.device("cpu") if parameter is None else parameter.device
+        device = self._device_of(trained.values())
         return Loop(device=device, model=model, optimizers=tuple(self._optimizers.values()), loader=self._loader)
+
+    def _trainable(self) -> dict[int, torch.Tensor]:
+        """Of the modules called, where no pass on a loss was seen."""
+        found = (p for module in self._modules.values() for p in module.parameters() if p.requires_grad)
+        return {id(p): p for p in found}
+
+    def _device_of(self, trained: Iterable[torch.Tensor]) -> torch.device:
+        """Where the loop computes: what it trains, else a loss, else parts that it calls or its batches."""
+        called = (p for module in self._modules.values() for p in module.parameters())
+        found = [next((each.device for each in kind), None) for kind in (trained, called, _tensors(self._cache))]
+        devices = (found[0], self._device, *found[1:])
+        return next((each for each in devices if each is not None), torch.device("cpu"))
+
+    def leaves(self) -> list[torch.Tensor]:
+        """What is trained in a loop without optimizers, as far as backward passes on a loss reached it."""
+        return [] if self._optimizers else list(self._leaves.values())
 
     def restart(self, *, replayed: bool) -> None:
         """Let go of the loader's iterator: the next batch begins a new one, of the loader as it then is."""
@@ -126,13 +148,22 @@ class LiveLoop:
             self._optimizers.setdefault(id(optimizer), optimizer)
 
     def _backward(self, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.listening and not torch.compiler.is_compiling() and tensor.numel() == 1:
-            self.losses.append(tensor.detach().clone().reshape(()))
+        if (self.listening or self._looking) and not torch.compiler.is_compiling():
+            self._look_at(tensor)
         return original(tensor, *args, **kwargs)
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        if self.listening and tensor.numel() == 1:
+            self.losses.append(tensor.detach().clone().reshape(()))
+        if self._looking:
+            self._device = tensor.device
+            if not self._optimizers:
+                self._leaves.update({id(each): each for each in _leaves_of(tensor)})
 
     def _next(self, iterator: Any, fetch: Any) -> Any:
         if self._busy or not _trains():
             return fetch(iterator)
+        self.requested()
         if not self.held:
             self._iterator, self._loader = iterator, self._loaders.get(iterator)
             batch = fetch(iterator)
@@ -162,6 +193,33 @@ class LiveLoop:
         except StopIteration:
             self._source = iter(self._loader)
             return next(self._source)
+
+
+def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a backward pass adds gradients to."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        waiting += [each for each, _ in node.next_functions]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _trains() -> bool:

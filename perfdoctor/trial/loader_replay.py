@@ -26,6 +26,7 @@ class LoaderReplay:
         self.num_taken = 0  # of these, from the loader itself
         self.streaming = False  # it gives what cannot be asked for again: an IterableDataset, a generator
         self.turn = 0  # which of the replayed batches was handed out last
+        self.asked: Callable[[], None] = lambda: None  # called whenever the loop asks for a batch to train on
         self.num_workers = 0
         self.queue = 0  # batches that workers hold ready
         self._requested = requested
@@ -86,6 +87,7 @@ class LoaderReplay:
     def _replayed(self, key: int, fetch: Callable[[], Any]) -> Any:
         if self._nested or not self.running or not _trains():
             return fetch()
+        self.asked()
         self._requested()
         if not self.running:  # that was the last step
             return fetch()

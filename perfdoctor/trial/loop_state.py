@@ -32,9 +32,10 @@ class LoopState:
     own_bytes: int
 
     @classmethod
-    def take(cls, loop: Loop) -> LoopState:
-        """Keep what the loop's steps change. May wait for the device."""
-        return cls.of(loop.model, loop.optimizers, loop.device, _generators(loop.loader))
+    def take(cls, loop: Loop, tensors: Sequence[torch.Tensor] = ()) -> LoopState:
+        """Keep what the loop's steps change; `tensors` beside its model's. May wait for the device."""
+        models: list[torch.nn.Module | torch.Tensor] = [*([] if loop.model is None else [loop.model]), *tensors]
+        return cls.of(models, loop.optimizers, loop.device, _generators(loop.loader))
 
     @classmethod
     def of(

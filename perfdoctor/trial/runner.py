@@ -13,7 +13,7 @@ import numpy as np
 
 from perfdoctor.diagnose.finding import Diagnosis, Finding, Saving
 from perfdoctor.trial.arms import Arm, fix_order, joint_arms, measured_arm, name_of, single_arms
-from perfdoctor.trial.call_hooks import CallHooks
+from perfdoctor.trial.call_hooks import CallHooks, Place
 from perfdoctor.trial.clock import BlockClock
 from perfdoctor.trial.estimate import (
     FEWEST_PAIRS,
@@ -27,11 +27,14 @@ from perfdoctor.trial.estimate import (
 from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.neutraliser import OFF
 from perfdoctor.trial.outcome import ArmResult, Refusal, TrialOutcome
+from perfdoctor.trial.reached_lines import ReachedLines
 from perfdoctor.trial.schedule import BASE, EDGE, FEWEST_ROUNDS, Block, Layout, lay_out
 from perfdoctor.trial.suspects import MOST_SUSPECTS, Suspect
 from perfdoctor.units import format_ms, format_plural
 
 OBSERVED_STEPS = 8
+MOST_OBSERVED_STEPS = 32  # where the line of a suspect has not run by then: it may do so every tenth step
+_OBSERVED_SHARE = 0.1  # of the time
 _OVERTIME = 1.25
 _HOST_BOUND = 0.4  # device busy for less of the step: taking one suspect out cannot make the device the bound
 _CHECK_EVERY = 8  # rounds between two looks at whether the intervals are narrow enough
@@ -75,6 +78,7 @@ class Trial:
         self._ended = ended
         self._timed = timed  # False: only steps are counted, as where ranks must agree
         self._hooks = CallHooks()
+        self._lines = ReachedLines(place for each in suspects if (place := _line_of(each)) is not None)
         self._neutralisers = [s.neutraliser for s in suspects if s.neutraliser is not None]
         self._refusals: dict[int, str] = {}
         self._arms: list[Arm] = []
@@ -101,6 +105,7 @@ class Trial:
                 neutraliser.install(self._hooks)
             self._hooks.install()
             self._replay.install()
+            self._lines.install()
         except BaseException:
             self.finish()
             raise
@@ -115,7 +120,8 @@ class Trial:
             neutraliser.stepped()
         if self._at < 0:
             self._host_only = getattr(stamp, "event", None) is None
-            if self._in_block >= OBSERVED_STEPS:
+            if self._in_block >= OBSERVED_STEPS and not self._looks_on():
+                self._lines.remove()
                 self._plan()
             return
         block = self._blocks[self._at]
@@ -127,6 +133,12 @@ class Trial:
                 self._clock.end(block.arm)
                 self._clock.drain(stamp)
                 self._begin_block()
+
+    def _looks_on(self) -> bool:
+        """Whether a line that has not run yet is worth some more steps."""
+        spent = (time.perf_counter_ns() - self._started_ns) / 1e9
+        few = self._in_block < min(MOST_OBSERVED_STEPS, _OBSERVED_SHARE * self._limits.steps)
+        return self._lines.waiting and few and spent < _OBSERVED_SHARE * self._limits.seconds
 
     def how_far(self) -> str:
         """For whoever waits: 'trial, block 12 of 240, 3 of at most 120 s'."""
@@ -140,6 +152,7 @@ class Trial:
             return
         self.over = True
         with ExitStack() as stack:  # one that fails keeps no other from being put back
+            stack.callback(self._lines.remove)
             stack.callback(self._replay.remove)
             stack.callback(self._hooks.remove)
             for neutraliser in self._neutralisers:
@@ -163,13 +176,20 @@ class Trial:
             if neutraliser is not None:
                 neutraliser.observing = False
             if why or neutraliser is None:
-                self._refusals[i] = why
+                self._refusals[i] = self._not_run(suspect) or why
             else:
                 able.append(suspect)
         self._arms = single_arms(able)
         self._lay_out(step_ns)
         self._hooks.keep({id(each): each for arm in self._arms for each, _ in arm.switches}.values())
         self._begin_block()
+
+    def _not_run(self, suspect: Suspect) -> str:
+        """That the line of a suspect did not run: whatever else its neutraliser has not seen has no other reason."""
+        place = _line_of(suspect)
+        if place is None or not self._lines.missing(place) or place in self._hooks.reached:
+            return ""  # (what is traced is one thread; on a GPU, hooks of a backward pass run in another)
+        return f"its line did not run in the {format_plural(self._in_block, 'step')} that the trial looked at"
 
     def _lay_out(self, step_ns: float) -> None:
         """Fewer arms where the time does not suffice for rounds enough: those of bounds go first, the cheapest next."""
@@ -344,6 +364,12 @@ class Trial:
         if seconds > self._limits.seconds:
             return f"{self._limits.seconds:g} s are too few for steps of {step}: give it --seconds {seconds} or more"
         return f"{format_plural(self._limits.steps, 'step')} are too few: give it --steps {steps} or more"
+
+
+def _line_of(suspect: Suspect) -> Place | None:
+    """The line that a neutraliser waits for; None where it acts on the whole loop, or the line is not the call's."""
+    site = suspect.finding.site
+    return Place.of(site) if suspect.neutraliser is not None and site is not None and site.exact else None
 
 
 def _pairs(times: Sequence[tuple[int, float]], arm: int) -> Any:

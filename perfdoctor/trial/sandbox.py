@@ -6,6 +6,7 @@
     box.kept      # files of the user's that it deleted, renamed or emptied: they are untouched
     box.escaped   # what may have got around
 
+A process that ends at once (SIGTERM, SIGHUP, `os._exit`) deletes the scratch folder first; one that is killed cannot.
 Later reads see the redirected files. Processes that fork inherit all of this; those that are spawned do not, which is
 said. Only one sandbox is open at a time in a process.
 """
@@ -17,6 +18,8 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import ExitStack
+from multiprocessing.process import current_process
 from types import TracebackType
 from typing import Any
 
@@ -25,11 +28,13 @@ from perfdoctor.trial.sandbox_audit import Escapes, watch_escapes
 from perfdoctor.trial.sandbox_files import FilePatches
 from perfdoctor.trial.sandbox_survey import Survey, standing_files
 from perfdoctor.trial.sandbox_view import View
+from perfdoctor.trial.sudden_end import cleaned_at_sudden_end
 from perfdoctor.watch.patches import Patches
 
 # Packages whose writers open files from C or Rust: nothing in Python sees it.
 _UNSEEN = ("pyarrow", "cv2", "tensorflow", "zarr", "aim", "deepspeed", "imageio")
 
+_MOST_DELETIONS = 3
 _SHOWN = 5  # names in one note: in a folder that others work in, thousands change
 
 
@@ -57,7 +62,7 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         if Sandbox._open is not None:
             raise TrialRefused("a sandbox is open already in this process: one trial at a time")
-        _make_socket_folder()
+        self._own_sockets = _make_socket_folder()
         self._owner, self._cwd, self._tempdir = os.getpid(), os.getcwd(), tempfile.tempdir
         self.scratch = os.path.realpath(tempfile.mkdtemp(prefix="perfdoctor-sandbox-"))
         self._view = View(self.scratch)
@@ -69,7 +74,9 @@ class Sandbox:
         self._writers = {id(writer) for writer in _event_writers()}
         self._stop_watching = watch_escapes(self._escapes)
         Sandbox._open = self
+        self._guard = ExitStack()
         try:
+            self._guard.enter_context(cleaned_at_sudden_end(self._delete))
             self._install()
         except BaseException:
             self._restore()
@@ -167,12 +174,25 @@ class Sandbox:
         self.kept = tuple(sorted(self._view.hidden_paths | {path for path in self.files if os.path.lexists(path)}))
         self.escaped = tuple(self._escapes.noted)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        self._guard.close()
+
+    def _delete(self) -> None:
+        """The process ends now: a thread or a worker may still write while the folder goes."""
+        with self._view.quiet():
+            for folder in (*[self.scratch] * _MOST_DELETIONS, *self._own_sockets):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_socket_folder() -> None:
-    """multiprocessing keeps its sockets in a folder that it makes once and uses to the end of the process."""
-    if "multiprocessing.util" in sys.modules:
-        sys.modules["multiprocessing.util"].get_temp_dir()
+def _make_socket_folder() -> tuple[str, ...]:
+    """multiprocessing keeps its sockets in a folder that it makes once and uses to the end of the process.
+
+    Gives that folder where it was made here.
+    """
+    if "multiprocessing.util" not in sys.modules:
+        return ()
+    known = current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    made = sys.modules["multiprocessing.util"].get_temp_dir()
+    return () if known else (made,)
 
 
 def _event_writers() -> list[Any]:

@@ -118,6 +118,21 @@ def untried(name: str, why: str) -> Verdict:
     return Verdict(treatment=name, accepted=False, reason=f"not tried: {why}", parity=NOT_COMPARED)
 
 
+def cut_off(name: str, doing: str, seconds: float, parity: Parity) -> Verdict:
+    """The time was over while it was tried: `doing` says at what, `seconds` for how long."""
+    reason = f"cut off after {seconds:.0f} s, while {doing}: {SPENT}"
+    return Verdict(treatment=name, accepted=False, reason=reason, parity=parity)
+
+
+def too_long(name: str, needed_s: float, left_s: float, steps: int, parity: Parity) -> Verdict:
+    """Six rounds of its blocks do not fit into what is left of the time."""
+    reason = (
+        f"not timed: {FEWEST_PAIRS} rounds of blocks of {steps} steps take some {needed_s:.0f} s, and "
+        f"{max(left_s, 0):.0f} s were left (--seconds)"
+    )
+    return Verdict(treatment=name, accepted=False, reason=reason, parity=parity)
+
+
 def not_run(name: str, why: str, *, blamed: bool) -> Verdict:
     """A process came to no timed step. `blamed`: the treatment was on by then, and has failed."""
     reason = why if blamed or why.startswith("failed") else f"not tried: {why}"

@@ -247,7 +247,7 @@ def _notes(recorder: Recorder) -> list[Note]:
         text = "no step was seen: no optimizer stepped, no batch was handed out and session.step() was not called"
         notes.append(Note(code="no-steps", text=text))
     elif recorder.rows[-1].stage not in (Stage.DONE, recorder.stages[-1]) or not recorder.rows[-1].complete:
-        notes.append(Note(code="stopped-early", text=f"stopped after {done} of {planned} planned steps", count=done))
+        notes.append(Note(code="stopped-early", text=f"only {done} of {planned} planned steps were seen", count=done))
     if not (cuda_active() or recorder.emulated):
         text = "the loop does not use CUDA: host-side findings only, no device times"
         notes.append(Note(code="no-gpu", text=text))

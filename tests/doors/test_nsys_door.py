@@ -402,7 +402,7 @@ def test_a_script_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert outcome.exit_code == 5
     assert any("exit code 5" in message for message in outcome.messages)
     assert read_sites(Path("short.sites.json")).exit_code == 5
-    assert "stopped after 7 of" in " ".join(outcome.text.split())
+    assert "only 7 of" in " ".join(outcome.text.split())
 
 
 @needs_nsys
@@ -413,7 +413,7 @@ def test_a_script_that_changes_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     outcome = execute(["--name", "moved", "--", sys.executable, "loop.py", "9", "0"])
     assert len(read_sites(Path("moved.sites.json")).marks) > 5
     assert list(Path("elsewhere").iterdir()) == []
-    assert "stopped after 9 of" in " ".join(outcome.text.split())
+    assert "only 9 of" in " ".join(outcome.text.split())
 
 
 @needs_nsys

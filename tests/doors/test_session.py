@@ -330,7 +330,7 @@ def test_a_loop_shorter_than_the_plan_still_says_what_it_saw(hooked):
             sync(session)
     capture = session.capture
     note = next(note for note in capture.notes if note.code == "stopped-early")
-    assert note.text == "stopped after 6 of 26 planned steps"
+    assert note.text == "only 6 of 26 planned steps were seen"
     # Steps 1 to 4 of the warm-up; the first one is set-up. The read after an update belongs to the next step.
     assert capture.steps.index.tolist() == [1, 2, 3, 4]
     assert [capture.hits.step.tolist().count(step) for step in range(4)] == [1, 1, 1, 1]

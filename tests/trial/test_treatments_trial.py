@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.trial.live_loop import LiveLoop
+from perfdoctor.trial.loop_state import LoopState
+from perfdoctor.trial.treated_steps import TreatedSteps
 from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
 from perfdoctor.trial.verdict import judge_parity
 from perfdoctor.watch.clocks import stamp_now
@@ -324,3 +326,35 @@ def test_compilation_is_tried_and_undone() -> None:
 )
 def test_parity(base: list[float], again: list[float], treated: list[float], rtol: float, kept: bool | None) -> None:
     assert judge_parity(base, again, treated, rtol=rtol, atol=0.0).kept is kept
+
+
+def test_those_that_change_the_loader_come_last_whatever_the_order() -> None:
+    names = ("prefetch", "gc_frozen", "dataloader_workers", "set_to_none")
+    trial = TreatmentsTrial([treatment(name) for name in names], LiveLoop())
+    trial.close()
+    assert [each.name for each in trial._treatments] == ["gc_frozen", "set_to_none", "prefetch", "dataloader_workers"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waiting", "share"),
+    [
+        # A step of 10 ms, epochs of 64 batches: 13 blocks of 3 + 64 steps and two times 8 are 8.87 s a loader's.
+        # 80 s of 100 are to be given out; two of the loader take 17.74, three others share 62.26.
+        (100.0, ("gc_frozen", "set_to_none", "our_clip", "prefetch", "pin_memory"), 62.26 / 3),
+        # 16 of 20: a loader's own 8.87 are more than half, which is all that is kept back.
+        (20.0, ("gc_frozen", "set_to_none", "prefetch"), 8.0 / 2),
+        # Only the loader's are left: they share everything.
+        (100.0, ("prefetch", "pin_memory"), 40.0),
+        (100.0, (), 80.0),  # all that were accepted, together
+    ],
+)
+def test_what_the_loader_s_treatments_need_is_kept_back(seconds: float, waiting: tuple[str, ...], share: float) -> None:
+    limits = TreatmentLimits(seconds=seconds, each_seconds=90.0)
+    trial = TreatmentsTrial((), LiveLoop(), limits=limits)
+    trial.close()
+    loader = DataLoader(TensorDataset(torch.zeros(256, 1)), batch_size=4)
+    loop = Loop(device=torch.device("cpu"), loader=loader)
+    trial._treated = TreatedSteps(LiveLoop(), loop, LoopState.take(loop, []))
+    trial._step_ns = 1e7
+    trial._waiting = [treatment(name) for name in waiting]
+    assert trial._share(trial._began) == pytest.approx(share)
