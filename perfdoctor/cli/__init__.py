@@ -1,7 +1,7 @@
 """The command line: one verb a file, and `main`, the only place that prints or exits.
 
 Exit codes: 0 done, 1 over `--gate` or `--budget`, 2 wrong use or unreadable input, 3 perfdoctor itself failed (a bug),
-130 interrupted. `perfdoctor run` gives back the script's own exit code where that is not 0.
+130 interrupted, 143 ended by SIGTERM. `perfdoctor run` gives back the script's own exit code where that is not 0.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _usage() -> str:
     return (
         "usage: perfdoctor VERB ...\n\n"
         f"{rows}\nperfdoctor VERB --help lists a verb's options.\n"
-        "Exit codes: 0 done, 1 over the gate or budget, 2 wrong use or unreadable input, 3 a bug in perfdoctor.\n"
+        "Exit codes: 0 done, 1 over the gate or budget, 2 wrong use or unreadable input, 3 a bug in perfdoctor,\n"
+        "130 or 143 interrupted.\n"
     )
 
 

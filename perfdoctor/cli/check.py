@@ -58,7 +58,7 @@ def execute(argv: Sequence[str]) -> Outcome:
         written = f"wrote {format_plural(len(report.sites), 'known site')} to {options.write_baseline}"
         return Outcome(text="", messages=(written,))
     new = replace(report, sites=tuple(site for site in report.sites if _name(site) not in known))
-    over = new.syncs_per_step > options.budget or any(site.meaning.code == UNSYNCHRONISED_READ for site in new.failing)
+    over = _is_over(new, options)
     num_known = len(report.sites) - len(new.sites)
     return Outcome(
         text=_rendered(new, num_known, options),
@@ -66,6 +66,10 @@ def execute(argv: Sequence[str]) -> Outcome:
         exit_code=int(over),
         messages=_messages(new, num_known, options, over=over) + ((hint,) if hint and over else ()),
     )
+
+
+def _is_over(new: CheckReport, options: argparse.Namespace) -> bool:
+    return new.syncs_per_step > options.budget or any(site.meaning.code == UNSYNCHRONISED_READ for site in new.failing)
 
 
 def _messages(new: CheckReport, num_known: int, options: argparse.Namespace, *, over: bool) -> tuple[str, ...]:
@@ -188,9 +192,10 @@ def _rendered(report: CheckReport, num_known: int, options: argparse.Namespace) 
 
 def _text(report: CheckReport, num_known: int, options: argparse.Namespace) -> str:
     new = " not in the baseline" if options.baseline else ""
+    verdict = "over" if _is_over(report, options) else "within"
     lines = [
-        f"{report.source}: {format_plural(report.syncs_per_step, 'sync')} a step{new}, {options.budget:g} allowed "
-        f"({format_plural(report.num_steps, 'step')} on {report.device})"
+        f"{report.source}: {format_plural(report.syncs_per_step, 'sync')} a step{new}, {options.budget:g} allowed: "
+        f"{verdict} the budget ({format_plural(report.num_steps, 'step')} on {report.device})"
     ]
     for title, sites in (("every step", report.per_step), ("now and then", report.occasional)):
         if sites:
@@ -209,6 +214,7 @@ def _rows(site: CheckedSite) -> list[str]:
     where = f"{relative_path(frame.file, os.getcwd())}:{frame.line}"
     library = site.site.library
     through = f" (inside {package_path(library.file)}:{library.line})" if library is not None else ""
-    rows = [f"  {where}  {site.kind}, {site.count:.3g} a step: {site.meaning.phrase}{through}"]
+    often = "" if site.per_step else " on average"
+    rows = [f"  {where}  {site.kind}, {site.count:.3g} a step{often}: {site.meaning.phrase}{through}"]
     rows += [f"      {site.site.text}"] if site.site.text else []
     return [*rows, f"      -> {site.advice.text}"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import filecmp
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from perfdoctor.cli.output import Outcome, Parser, check_output
 from perfdoctor.report.compare import (
@@ -14,8 +17,9 @@ from perfdoctor.report.compare import (
     sentence,
 )
 from perfdoctor.trial.compared_run import read_run
-from perfdoctor.trial.comparison import RUN_NOISE_RATIO, Comparison, compare
+from perfdoctor.trial.comparison import RUN_NOISE_RATIO, Change, Comparison, compare
 
+_LATER_S = 1.0
 _RENDERERS = {
     "text": render_comparison_text,
     "json": render_comparison_json,
@@ -33,9 +37,23 @@ def execute(argv: Sequence[str]) -> Outcome:
     options = _parser().parse_args(argv)
     check_output(options.output)
     found = compare(read_run(options.before), read_run(options.after), run_noise_ratio=options.run_noise / 100)
+    if doubt := _of_the_files(options.before, options.after, found.change):
+        found = replace(found, warnings=(doubt, *found.warnings))
     code, messages = (0, ()) if options.gate is None else _judge_gate(found, options.gate)
     text = _RENDERERS[options.format](found)
     return Outcome(text=text, path=options.output, exit_code=code, messages=messages)
+
+
+def _of_the_files(before: str, after: str, change: Change) -> str:
+    """What the files themselves say against the answer: one report given twice, or the two in the other order."""
+    if filecmp.cmp(before, after, shallow=False):
+        return "BEFORE and AFTER are the same report: nothing was compared"
+    if not (os.path.isfile(before) and os.path.isfile(after)):  # a pipe was written just now
+        return ""
+    later = os.path.getmtime(before) - os.path.getmtime(after)
+    if change is Change.SLOWER and later > _LATER_S:
+        return "BEFORE was written after AFTER: if they are swapped, this is an edit that helped"
+    return ""
 
 
 def _judge_gate(found: Comparison, percent: float) -> tuple[int, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,9 +70,17 @@ def _report(run: NsysRun, words: Sequence[str], options: argparse.Namespace) -> 
         return Outcome(text="", exit_code=code, messages=messages)
     with progress("diagnosing"):
         diagnosis = diagnose_ranks(run.captures, run.missing)
-        report = Report.of(replace(diagnosis, source=" ".join(words)), run.captures)
+        report = Report.of(replace(diagnosis, source=shlex.join(words)), run.captures, script=script_of(words))
     outcome = deliver(report, options)
     return replace(outcome, exit_code=code or outcome.exit_code, messages=(*messages, *outcome.messages))
+
+
+def script_of(words: Sequence[str]) -> str:
+    """What `perfdoctor trial` takes of a command: what stands behind python; '' where python has options of its own,
+    or something else starts it (`python -m torch.distributed.run` does)."""
+    first = words[1] if len(words) > 1 and Path(words[0]).name.startswith("python") else "-"
+    launched = first == "-m" and words[2:3] and words[2].startswith("torch.distributed.")
+    return "" if launched or (first.startswith("-") and first != "-m") else shlex.join(words[1:])
 
 
 def _scrub(files: Sequence[str]) -> Outcome:

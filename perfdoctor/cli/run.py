@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
+import shlex
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, count, deliver
 from perfdoctor.cli.progress import progress
+from perfdoctor.cli.termination import ended_with_a_report
 from perfdoctor.doors.script import output_aside
 from perfdoctor.errors import UsageError
 from perfdoctor.record.capture import Capture
+from perfdoctor.units import format_plural
 
 if TYPE_CHECKING:
     from perfdoctor.doors.rank_gathering import RankGroup
+    from perfdoctor.doors.script import ScriptRun
 
 # Own options that take no value. All others take one: the word after them is not the script.
 _FLAGS = frozenset({"--keep-going", "--treat", "-h", "--help"})
@@ -39,6 +40,11 @@ class Command:
     target: str
     module: bool
     arguments: tuple[str, ...]
+
+    @property
+    def typed(self) -> str:
+        """The target and its arguments as they are typed behind perfdoctor's options, quoted for a shell."""
+        return shlex.join((*["-m"] * self.module, self.target, *self.arguments))
 
 
 def execute(argv: Sequence[str]) -> Outcome:
@@ -59,7 +65,7 @@ def execute(argv: Sequence[str]) -> Outcome:
     hint = misplaced(command, "run", _parser())
     ranks = _join(options)
     alone = is_alone(options)
-    with _unhurried(ranks), output_aside() if alone else nullcontext():
+    with ended_with_a_report(lasting=ranks is not None), output_aside() if alone else nullcontext():
         outcome = _watched(command, options, ranks)
     if hint and outcome.exit_code:
         outcome = replace(outcome, messages=(*outcome.messages, hint))
@@ -72,38 +78,45 @@ def is_alone(options: argparse.Namespace) -> bool:
 
 
 def misplaced(command: Command, verb: str, parser: argparse.ArgumentParser) -> str:
-    """Says on standard error, and returns, how to give perfdoctor the options that stand behind the script; '' where
-    none of the script's options has the name of one of perfdoctor's."""
+    """Says on standard error that options behind the script are the script's, where perfdoctor has some of that name,
+    and returns how to give them to perfdoctor: for a script that fails over them. '' where there are none."""
     own = {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"}
     found = [word for word in command.arguments if word.partition("=")[0] in own]
     if not found:
         return ""
     target = f"-m {command.target}" if command.module else command.target
     names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in found))
-    hint = (
+    ours, others = _parted(command.arguments, found)
+    left = replace(command, arguments=tuple(others))
+    print(f"perfdoctor: {names} behind {target}: the script's, not perfdoctor's", file=sys.stderr, flush=True)
+    return (
         f"{names} behind {target} went to the script. What is meant for perfdoctor stands in front of it: "
-        f"perfdoctor {verb} {' '.join((*command.own, *_with_values(command.arguments, found)))} {target} ..."
+        f"perfdoctor {verb} {shlex.join((*command.own, *ours))} {left.typed}"
     )
-    print(f"perfdoctor: {hint}", file=sys.stderr, flush=True)
-    return hint
 
 
-def _with_values(words: Sequence[str], found: Sequence[str]) -> list[str]:
-    """The options with the values that follow them."""
-    taken: list[str] = []
-    for word, value in zip(words, (*words[1:], ""), strict=True):
-        if word in found and word not in taken:
-            lacks = word not in _FLAGS and "=" not in word and bool(value)
-            taken += [word, value] if lacks else [word]
-    return taken
+def _parted(words: Sequence[str], found: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options, each once with the value that follows it, and the other words in their order."""
+    ours: list[str] = []
+    left: list[str] = []
+    rest = list(words)
+    while rest:
+        if rest[0] not in found or rest[0] in ours:
+            left.append(rest.pop(0))
+            continue
+        alone = rest[0] in _FLAGS or "=" in rest[0]
+        ours += rest[: 1 if alone else 2]
+        del rest[: 1 if alone else 2]
+    return ours, left
 
 
 def _watched(command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> Outcome:
     """Run the script, save, gather, report."""
-    capture, exit_code = _watch(command, options, ranks)
+    run = _watch(command, options, ranks)
+    capture, exit_code = run.capture, run.exit_code
     rank = capture.environment.rank or (ranks.rank if ranks is not None else 0)
     options.output, options.save = for_rank(options.output, rank), for_rank(options.save, rank)
-    messages = []
+    messages = [_stopped(command, run)] if run.stopped and rank == 0 else []
     if options.save and (ranks is None or ranks.selected):
         capture.save(options.save)
         messages.append(f"saved the recording in {options.save}")
@@ -113,11 +126,17 @@ def _watched(command: Command, options: argparse.Namespace, ranks: RankGroup | N
         ranks.publish(capture)
         messages += [ranks.problem] if ranks.problem else []
         return Outcome(text="", exit_code=exit_code, messages=tuple(messages))
-    outcome = _diagnosed(capture, command.target, options, ranks)
+    outcome = _diagnosed(capture, command, options, ranks)
     text = outcome.text if outcome.path or rank == 0 else ""
     return replace(
         outcome, text=text, exit_code=exit_code or outcome.exit_code, messages=(*messages, *outcome.messages)
     )
+
+
+def _stopped(command: Command, run: ScriptRun) -> str:
+    """That the script did not end by itself: its last lines, and what it would have written, are not there."""
+    steps = f" after {format_plural(run.num_steps, 'step')}" if run.num_steps else ""
+    return f"stopped {command.target}{steps}, which is all that is watched (--keep-going lets it run to its end)"
 
 
 def for_rank(path: str, rank: int) -> str:
@@ -176,37 +195,8 @@ def _join(options: argparse.Namespace) -> RankGroup | None:
     return join_ranks(options.ranks, timeout_s=options.rank_timeout)
 
 
-@contextmanager
-def _unhurried(ranks: RankGroup | None) -> Iterator[None]:
-    """Under torchrun SIGTERM says that another rank has died: it ends the script as an exit does, and the report comes
-    all the same. torchrun gives it 30 s."""
-    if ranks is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if _is_in_script(frame):
-            raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _is_in_script(frame: FrameType | None) -> bool:
-    """Whether the script is still running: then there is something to end."""
-    while frame is not None:
-        if frame.f_code.co_name == "execute_program":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _watch(command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> tuple[Capture, int]:
-    """The recording and the script's exit code."""
+def _watch(command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> ScriptRun:
+    """The recording, the script's exit code, and whether it was stopped."""
     try:
         import torch
     except ImportError as error:
@@ -230,7 +220,7 @@ def _watch(command: Command, options: argparse.Namespace, ranks: RankGroup | Non
             ),
         )
     notes = () if device is None else device.notes
-    return replace(run.capture, notes=(*run.capture.notes, *notes)), run.exit_code
+    return replace(run, capture=replace(run.capture, notes=(*run.capture.notes, *notes)))
 
 
 def _emulated() -> Any:
@@ -240,7 +230,7 @@ def _emulated() -> Any:
     return emulate_cuda()
 
 
-def _diagnosed(capture: Capture, target: str, options: argparse.Namespace, ranks: RankGroup | None) -> Outcome:
+def _diagnosed(capture: Capture, command: Command, options: argparse.Namespace, ranks: RankGroup | None) -> Outcome:
     from perfdoctor.diagnose import diagnose_ranks
     from perfdoctor.report.page import Report
 
@@ -252,5 +242,6 @@ def _diagnosed(capture: Capture, target: str, options: argparse.Namespace, ranks
     if not captures:
         raise UsageError("no rank has a recording: " + "; ".join(f"rank {r}: {why}" for r, why in missing.items()))
     with progress("diagnosing"):
-        report = Report.of(replace(diagnose_ranks(captures, missing), source=target), captures)
+        found = replace(diagnose_ranks(captures, missing), source=command.target)
+        report = Report.of(found, captures, script=command.typed)
     return deliver(report, options)

@@ -66,7 +66,7 @@ def _measure(command: Command, options: argparse.Namespace) -> Outcome:
     run = _try(command, options)
     from perfdoctor.report.trial import TrialReport
 
-    report = TrialReport.of(run.outcome)
+    report = TrialReport.of(run.outcome, script=command.typed)
     messages = (f"the script ended with exit code {run.exit_code}",) if run.exit_code else ()
     text = report.to_json() if options.format == "json" else report.to_text()
     return Outcome(text=text, path=options.output, exit_code=run.exit_code, messages=messages)
@@ -135,8 +135,10 @@ def _command_line(command: Command, options: argparse.Namespace, names: Sequence
     """The command that tries these treatments on the same script, as it is typed."""
     words = ["perfdoctor", "trial", f"--treat={','.join(names)}", "--seconds", f"{seconds:g}"]
     words += ["--device", "emulated"] if options.device == "emulated" else []
-    words += ["-m"] if command.module else []
-    return shlex.join((*words, command.target, *command.arguments))
+    for name, usual in (("warmup", 5), ("active", 10)):
+        value = getattr(options, name)
+        words += [f"--{name}", str(value)] if value != usual else []
+    return f"{shlex.join(words)} {command.typed}"
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--suspects", type=count, default=6, metavar="N", help="at most so many findings tried (6)")
     parser.add_argument(
-        "--treat", type=_names, nargs="?", const=(), metavar="a,b",
+        "--treat", type=_names, nargs="?", const=(), metavar="=a,b",
         help="try treatments instead: those that cure what was found first, then the others that fit; or those named",
     )  # fmt: skip
     parser.add_argument(

@@ -2,9 +2,10 @@
 
 The JSON's keys at the top: schema_version (1), change ('faster', 'slower', 'no difference', 'not comparable'),
 incomparable (why not, or null), difference_ms (after less before) with low_ms, high_ms, ratio (of the step before; all
-null where not comparable) and rule; before and after (path, median_ms, low_ms, high_ms,
-num_steps, basis, samples_per_s); prediction (predicted_ms, counterfactual_ms, measured_ms, error_ratio of the step
-before; null where nothing that was priced is gone); findings (gone, new, kept); warnings.
+null where not comparable) and rule; before and after (path, median_ms, low_ms, high_ms, num_steps, num_blocks (of a
+trial; null where single steps were timed), basis, samples_per_s); prediction (predicted_ms, counterfactual_ms,
+measured_ms, error_ratio of the step before; null where nothing that was priced is gone); findings (gone, new, kept);
+warnings.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def prediction(comparison: Comparison) -> str:
     if comparison.counterfactual_ns is not None:
         together = " together" if comparison.tried_together else ""
         nothing = "" if together or _is_certain(comparison) else " (no difference)"
-        said.append(f"counterfactual{together} {format_ms(comparison.counterfactual_ns)}{nothing}")
+        most = " at most" if any(row.code == "data-wait" for row in comparison.gone) else ""  # a loader's is a bound
+        said.append(f"counterfactual{together}{most} {format_ms(comparison.counterfactual_ns)}{nothing}")
     if not said:
         return f"what is gone had not been priced; {measured}"
     error = _error_ratio(comparison)
@@ -88,8 +90,10 @@ def _runs(comparison: Comparison) -> list[Line]:
     for label, run in (("before", comparison.before), ("after", comparison.after)):
         rate = "" if run.samples_per_s is None else f", {run.samples_per_s:,.0f} samples/s"
         spread = format_spread(run.low_ns, run.high_ns)
-        steps = format_plural(run.num_steps, "step")
-        text = f"{format_ms(run.median_ns)} ({spread}), {steps} ({run.basis}){rate}: {run.path}"
+        timed = f"{format_plural(run.num_steps, 'step')} ({run.basis})"
+        if run.num_blocks is not None:
+            timed = f"{format_plural(run.num_blocks, 'block')}, {timed}"
+        text = f"{format_ms(run.median_ns)} ({spread}), {timed}{rate}: {run.path}"
         lines += wrapped(text, WIDTH, label=label, indent=_LABEL)
     return lines
 
@@ -176,6 +180,7 @@ def _run(run: ComparedRun) -> dict[str, Any]:
         "low_ms": ms(run.low_ns),
         "high_ms": ms(run.high_ns),
         "num_steps": run.num_steps,
+        "num_blocks": run.num_blocks,
         "basis": run.basis,
         "samples_per_s": run.samples_per_s,
     }

@@ -29,17 +29,19 @@ _BUSY_COLOURS = {
 }
 
 
-def render_html(diagnosis: Diagnosis, *, root: str = "", fragment: bool = False, timeline: str = "") -> str:
+def render_html(
+    diagnosis: Diagnosis, *, root: str = "", fragment: bool = False, timeline: str = "", script: str = ""
+) -> str:
     """The report as HTML. With `fragment` a `<div>` that takes its colours from the page around it.
 
-    `timeline`: an <svg> of one step.
+    `timeline`: an <svg> of one step; `script`: what was run, as it is typed behind `perfdoctor trial`.
     """
     body = "".join(
         (
             _head(diagnosis),
             _picture(diagnosis.accounting, diagnosis.step),
             f'<div class="timeline">{timeline}</div>' if timeline else "",
-            _findings(diagnosis, root),
+            _findings(diagnosis, root, script),
             _leave_alone(diagnosis, root),
             _ranks(diagnosis.ranks),
             _remarks(diagnosis),
@@ -125,11 +127,11 @@ def _legend(rows: Sequence[tuple[Share, str]], window_ns: int) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _findings(diagnosis: Diagnosis, root: str) -> str:
+def _findings(diagnosis: Diagnosis, root: str, script: str) -> str:
     if not diagnosis.findings:
         return ""
     groups = phrases.grouped(diagnosis.findings)
-    all_cards = [_card(i, f, with_it, diagnosis, root) for i, (f, with_it) in enumerate(groups, 1)]
+    all_cards = [_card(i, f, with_it, diagnosis, root, script) for i, (f, with_it) in enumerate(groups, 1)]
     cards, rest = "".join(all_cards[:NUM_PROMINENT]), "".join(all_cards[NUM_PROMINENT:])
     more = len(groups) - NUM_PROMINENT
     return f"<h2>What to change</h2>{cards}" + (
@@ -137,7 +139,9 @@ def _findings(diagnosis: Diagnosis, root: str) -> str:
     )
 
 
-def _card(number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: Diagnosis, root: str) -> str:
+def _card(
+    number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: Diagnosis, root: str, script: str
+) -> str:
     often = phrases.how_often(finding, diagnosis.step)
     title = phrases.what(finding) + (f" ({often})" if often else "")
     text = finding.site.text.strip() if finding.site is not None else ""
@@ -148,7 +152,7 @@ def _card(number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: 
         *(("cured with it", phrases.beside(other, diagnosis.step)) for other in with_it),
         ("do", finding.advice.text if finding.advice is not None else ""),
     )
-    tried = phrases.trial_command(finding, diagnosis)
+    label, tried = phrases.trial_command(finding, diagnosis, script)
     table = "".join(f"<dt>{label}</dt><dd>{escape(value)}</dd>" for label, value in rows if value)
     paste = "\n".join(finding.advice.lines) if finding.advice is not None else ""
     kind = "card error" if finding.severity is Severity.ERROR else "card"
@@ -159,7 +163,7 @@ def _card(number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: 
         + _optional("p", phrases.led_there(finding, root))
         + f"<dl>{table}</dl>"
         + (f"<pre>{escape(paste)}</pre>" if paste else "")
-        + (f"<dl><dt>try</dt><dd><code>{escape(tried)}</code></dd></dl>" if tried else "")
+        + (f"<dl><dt>{label}</dt><dd><code>{escape(tried)}</code></dd></dl>" if tried else "")
         + _optional("small", finding.basis)
         + "</section>"
     )
@@ -191,7 +195,7 @@ def _remarks(diagnosis: Diagnosis) -> str:
     return (
         _list("On the loop", diagnosis.advice)
         + _list("Not judged", [f"{row.check}: {row.why}" for row in diagnosis.skipped])
-        + _list("Notes", [phrases.note(row) for row in diagnosis.notes])
+        + _list("Notes", phrases.notes(diagnosis))
         + _list("Slowed by watching", [overheads] if overheads else [])
     )
 

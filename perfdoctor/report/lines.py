@@ -6,6 +6,7 @@ A line is a sequence of (text, style) spans; the style names are the keys of `ST
 from __future__ import annotations
 
 import io
+import shlex
 import textwrap
 from collections.abc import Iterable
 
@@ -53,6 +54,20 @@ def wrapped(text: str, width: int, *, label: str = "", indent: int = 0, style: s
     lead = f"{label:<{indent}}"
     head: Line = ((lead, "faint"), (rows[0], style))
     return [head, *(((" " * indent, ""), (row, style)) for row in rows[1:])]
+
+
+def command_lines(command: str, width: int, *, label: str = "", indent: int = 0) -> list[Line]:
+    """A shell command in lines of at most `width` where its words allow it, each but the last ending in a backslash:
+    it works when it is pasted. `command` is quoted already."""
+    rows: list[str] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        if rows and len(rows[-1]) + 1 + len(word) + 2 <= max(width - indent, 20):
+            rows[-1] += f" {word}"
+        else:
+            rows.append(word)
+    broken = [f"{row} \\" for row in rows[:-1]] + rows[-1:]
+    leads = (f"{label:<{indent}}", *[" " * indent] * len(broken))
+    return [((lead, "faint"), (row, "code")) for lead, row in zip(leads, broken, strict=False)]
 
 
 def cut(text: str, width: int) -> str:

@@ -12,6 +12,7 @@ from typing import Self
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.record.capture import Capture
 from perfdoctor.report.drawing import render_svg
+from perfdoctor.report.fitting import fitting
 from perfdoctor.report.html import render_html
 from perfdoctor.report.json import render_json
 from perfdoctor.report.text import WIDTH, render_text
@@ -26,41 +27,52 @@ class Report(Diagnosis):
     notebook shows `_repr_html_`. The HTML page holds a picture of one step where the recording is at hand.
     """
 
-    __slots__ = ("_recording",)
+    __slots__ = ("_recording", "_script")
 
-    _recording: Capture | None  # no field: two reports are equal, and copied, without it
+    _recording: Capture | None  # no fields: two reports are equal, and copied, without them
+    _script: str
 
     @classmethod
-    def of(cls, diagnosis: Diagnosis, recordings: Sequence[Capture] = ()) -> Self:
-        """The same diagnosis as a Report, each finding with the names of the treatments that cure it.
+    def of(cls, diagnosis: Diagnosis, recordings: Sequence[Capture] = (), *, script: str = "") -> Self:
+        """The same diagnosis as a Report, each finding with the names of the treatments that cure it and fit the loop.
 
         `recordings`: what was judged, one for each rank; gives the HTML page its picture, drawn only when asked for.
+        `script`: what was run, as it is typed behind `perfdoctor trial` (`-m package.train --steps 9`, quoted).
         """
         rows = {f.name: getattr(diagnosis, f.name) for f in fields(diagnosis)}
         for name in ("findings", "leave_alone"):
             rows[name] = tuple(
-                replace(found, treatments=treatments_for(found.code, found.kind)) for found in rows[name]
+                replace(found, treatments=fitting(treatments_for(found.code, found.kind), diagnosis))
+                for found in rows[name]
             )
         report = cls(**rows)
         own = (each for each in recordings if each.environment is diagnosis.environment)  # that of the page's rank
-        object.__setattr__(report, "_recording", next(own, None))
-        return report
+        return report._with(next(own, None), script)
 
     def with_advice(self, *remarks: str) -> Self:
         """The same report with these remarks before its own."""
         report = replace(self, advice=(*remarks, *self.advice))
-        object.__setattr__(report, "_recording", getattr(self, "_recording", None))
-        return report
+        return report._with(getattr(self, "_recording", None), self._command)
+
+    def _with(self, recording: Capture | None, script: str) -> Self:
+        object.__setattr__(self, "_recording", recording)
+        object.__setattr__(self, "_script", script)
+        return self
+
+    @property
+    def _command(self) -> str:
+        """The script as it is typed; '' for a copy, which has none."""
+        return str(getattr(self, "_script", ""))
 
     def __str__(self) -> str:
         """The page of text for standard output, without its last newline."""
         colour = is_colourful()
         width = shutil.get_terminal_size((WIDTH, 0)).columns if colour else WIDTH
-        return render_text(self, width=width, colour=colour, root=os.getcwd()).rstrip("\n")
+        return render_text(self, width=width, colour=colour, root=os.getcwd(), script=self._command).rstrip("\n")
 
     def to_text(self) -> str:
         """The page as plain text, wherever it goes."""
-        return render_text(self, root=os.getcwd())
+        return render_text(self, root=os.getcwd(), script=self._command)
 
     def to_json(self) -> str:
         """The report as JSON; `perfdoctor/report/schema.json` is its schema."""
@@ -68,10 +80,10 @@ class Report(Diagnosis):
 
     def to_html(self) -> str:
         """The report as one self-contained HTML page."""
-        return render_html(self, root=os.getcwd(), timeline=self._timeline())
+        return render_html(self, root=os.getcwd(), timeline=self._timeline(), script=self._command)
 
     def _repr_html_(self) -> str:
-        return render_html(self, root=os.getcwd(), fragment=True, timeline=self._timeline())
+        return render_html(self, root=os.getcwd(), fragment=True, timeline=self._timeline(), script=self._command)
 
     def _timeline(self) -> str:
         """One step as SVG; '' without a recording, or where it does not say when the device was busy."""

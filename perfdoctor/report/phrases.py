@@ -12,6 +12,7 @@ from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding,
 from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.record.capture import Environment, Frame, Note, Overhead
 from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
+from perfdoctor.report.fitting import NEED_A_FUNCTION, watches_itself
 from perfdoctor.units import (
     format_bytes,
     format_count,
@@ -27,7 +28,9 @@ from perfdoctor.units import (
 
 BUSY_CAVEAT = "busy is not efficient: it only says that something ran"
 LEAVE_ALONE = "Leave alone: each would give back under 1 % of the time"
-RARE = "Leave alone: each comes only once in many steps"
+RARE = "Leave alone: each comes in less than half of the steps"
+
+PLACEHOLDER = "SCRIPT.py"  # where the recording does not say which script it is of
 
 _COUNTED_IN_TITLE = ("launch-bound", "small-kernels", "fusion")
 _COUNTED_AS = {"gradient-loop": "loop"}  # what is counted is not the calls that the title speaks of
@@ -209,8 +212,11 @@ def afterwards_label(finding: Finding) -> str:
     return "afterwards" if finding.code in (HOST_SYNC, PAGEABLE_COPY, BLOCKING_COPY) else "in detail"
 
 
-def how_often(finding: Finding, step: StepTime | None = None) -> str:
-    """'4 a step, 1 a micro-batch', '1 loop a step'; '4 in all' without steps; '' where it was not counted."""
+def how_often(finding: Finding, step: StepTime | None = None, *, rare: bool = False) -> str:
+    """'4 a step, 1 a micro-batch', '1 loop a step'; '4 in all' without steps; '' where it was not counted.
+
+    `rare`: it is in few steps only, so that the number of one step is a mean: '3.2 a step on average'.
+    """
     if not finding.count or finding.code in _COUNTED_IN_TITLE:
         return ""
     noun = _COUNTED_AS.get(finding.code, "")
@@ -220,8 +226,8 @@ def how_often(finding: Finding, step: StepTime | None = None) -> str:
 
     if is_window(step):
         return f"{counted(finding.count)} in all"
-    text = f"{counted(finding.count)} a step"
-    if finding.count_per_micro_batch is not None:
+    text = f"{counted(finding.count)} a step{' on average' * rare}"
+    if finding.count_per_micro_batch is not None and not rare:
         text += f", {counted(finding.count_per_micro_batch)} a micro-batch"
     return text
 
@@ -317,18 +323,25 @@ def memory(environment: Environment) -> str:
 
 def leave_alone_title(diagnosis: Diagnosis) -> str:
     """The heading of what to leave alone. Where no GPU was recorded it holds only the rare: no price is claimed."""
-    unpriced = diagnosis.accounting is None and not any(finding.headroom for finding in diagnosis.leave_alone)
-    return RARE if unpriced else LEAVE_ALONE
+    return RARE if is_rare(diagnosis) else LEAVE_ALONE
 
 
-def trial_command(finding: Finding, diagnosis: Diagnosis) -> str:
-    """The command that tries the finding's treatments; '' where none is known."""
-    if not finding.treatments:
-        return ""
-    script = diagnosis.source if diagnosis.source.endswith(".py") else "SCRIPT.py"
-    command = f"perfdoctor trial --treat={','.join(finding.treatments)} {script}"
+def is_rare(diagnosis: Diagnosis) -> bool:
+    """Whether what is to be left alone is so because it comes in few steps, and not because of its price."""
+    return diagnosis.accounting is None and not any(finding.headroom for finding in diagnosis.leave_alone)
+
+
+def trial_command(finding: Finding, diagnosis: Diagnosis, script: str = "") -> tuple[str, str]:
+    """The label ('try', 'try on a GPU') and the command that tries the finding's treatments; '' where none fits.
+
+    `script`: what stands behind the options, as it is typed: `-m package.train --steps 9`, quoted for a shell.
+    """
+    names = [name for name in finding.treatments if name not in NEED_A_FUNCTION]
+    if not names:
+        return "", ""
     # Most of them want a real GPU, and a time on the emulated one would say nothing.
-    return f"on a GPU: {command}" if any(row.code == EMULATED for row in diagnosis.notes) else command
+    label = "try on a GPU" if any(row.code == EMULATED for row in diagnosis.notes) else "try"
+    return label, f"perfdoctor trial --treat={','.join(names)} {script or PLACEHOLDER}"
 
 
 def overhead(phase: Overhead) -> str:
@@ -336,6 +349,17 @@ def overhead(phase: Overhead) -> str:
     spread = f"{format_ratio_change(phase.low)} to {format_ratio_change(phase.high)}"
     noise = "; nothing gets faster by it: the steps without it were slowed by something else" if phase.high < 0 else ""
     return f"{_PHASES.get(phase.phase, phase.phase)} {format_ratio_change(phase.ratio)} ({spread}{noise})"
+
+
+def notes(diagnosis: Diagnosis) -> list[str]:
+    """The notes of the recording, and what the commands of the page stand for where a loop watched itself."""
+    rows = [note(row) for row in diagnosis.notes]
+    if watches_itself(diagnosis) and any(trial_command(finding, diagnosis)[1] for finding in diagnosis.findings):
+        rows.append(
+            f"{PLACEHOLDER} stands for the script without its own session (perfdoctor.watch, a callback): a loop is "
+            "watched by one at a time"
+        )
+    return rows
 
 
 def note(row: Note) -> str:

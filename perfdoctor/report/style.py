@@ -55,7 +55,7 @@ padding:.7rem 1rem;margin:.7rem 0}
 .perfdoctor .card.error{border-left-color:#d9534f}
 .perfdoctor code,.perfdoctor pre{font:.88rem/1.5 ui-monospace,monospace;background:rgba(128,128,128,.14);
 color:inherit;border-radius:4px}
-.perfdoctor code{padding:.1rem .35rem;overflow-wrap:anywhere}
+.perfdoctor code{padding:.1rem .35rem;overflow-wrap:anywhere;white-space:pre-wrap}
 .perfdoctor pre{padding:.6rem .8rem;overflow-x:auto;margin:.5rem 0}
 .perfdoctor dl{display:grid;grid-template-columns:7rem 1fr;gap:.15rem .8rem;margin:.5rem 0}
 .perfdoctor dt{opacity:.68}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from perfdoctor.diagnose.finding import Diagnosis, Finding, Severity
 from perfdoctor.report import phrases
-from perfdoctor.report.lines import Line, coloured, cut, plain, wrapped
+from perfdoctor.report.lines import Line, coloured, command_lines, cut, plain, wrapped
 from perfdoctor.report.shares import Share, shares
 from perfdoctor.units import format_duration, format_ms, format_share
 
@@ -22,13 +22,18 @@ _BAR = 32
 _Numbered = tuple[int, tuple[Finding, tuple[Finding, ...]]]  # a finding, and those that its edit cures too
 
 
-def render_text(diagnosis: Diagnosis, *, width: int = WIDTH, colour: bool = False, root: str = "") -> str:
-    """The page, ending in a newline. Paths below `root` are given relative to it."""
+def render_text(
+    diagnosis: Diagnosis, *, width: int = WIDTH, colour: bool = False, root: str = "", script: str = ""
+) -> str:
+    """The page, ending in a newline. Paths below `root` are given relative to it.
+
+    `script`: what was run, as it is typed behind `perfdoctor trial`; '' where that is not known.
+    """
     width = min(max(width, 60), 120)
     groups = list(enumerate(phrases.grouped(diagnosis.findings), 1))
     blocks = [
         _head(diagnosis, width),
-        *(_prominent(i, f, with_it, diagnosis, width, root) for i, (f, with_it) in groups[:NUM_PROMINENT]),
+        *(_prominent(i, f, with_it, diagnosis, width, root, script) for i, (f, with_it) in groups[:NUM_PROMINENT]),
         _others(groups[NUM_PROMINENT:], diagnosis, width, root),
         _leave_alone(diagnosis, width, root),
         _ranks(diagnosis, width),
@@ -73,7 +78,7 @@ def _figures(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _prominent(
-    number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: Diagnosis, width: int, root: str
+    number: int, finding: Finding, with_it: Sequence[Finding], diagnosis: Diagnosis, width: int, root: str, script: str
 ) -> list[Line]:
     rows = _site_lines(number, finding, width, root)
     often = phrases.how_often(finding, diagnosis.step)
@@ -90,7 +95,8 @@ def _prominent(
     if finding.advice is not None:
         rows += _row("do", finding.advice.text, width)
         rows += [((" " * (_INDENT + _LABEL) + "  ", ""), (line, "code")) for line in finding.advice.lines]
-    rows += _row("try", phrases.trial_command(finding, diagnosis), width)
+    label, command = phrases.trial_command(finding, diagnosis, script)
+    rows += command_lines(command, width, label=" " * _INDENT + label, indent=_INDENT + _LABEL) if command else []
     rows += _row("basis", finding.basis, width, "faint")
     return rows
 
@@ -136,9 +142,10 @@ def _leave_alone(diagnosis: Diagnosis, width: int, root: str) -> list[Line]:
     if not diagnosis.leave_alone:
         return []
     rows: list[Line] = [((phrases.leave_alone_title(diagnosis), "strong"),)]
+    rare = phrases.is_rare(diagnosis)
     for finding in diagnosis.leave_alone:
         text = f"{phrases.where(finding, root)}  {finding.code}: {finding.title}"
-        if often := phrases.how_often(finding, diagnosis.step):
+        if often := phrases.how_often(finding, diagnosis.step, rare=rare):
             text += f", {often}"
         rows.append(((" " * _INDENT, ""), (cut(text, width - _INDENT), "faint")))
     return rows
@@ -175,7 +182,7 @@ def _ranks(diagnosis: Diagnosis, width: int) -> list[Line]:
 def _remarks(diagnosis: Diagnosis, width: int) -> list[Line]:
     withheld = sorted(_shared_reasons(diagnosis))
     skipped = [f"{row.check}: {row.why}" for row in diagnosis.skipped]
-    notes = [phrases.note(row) for row in diagnosis.notes]
+    notes = phrases.notes(diagnosis)
     overheads = [phrases.overhead(row) for row in diagnosis.overheads]
     rows: list[Line] = []
     for label, texts in (

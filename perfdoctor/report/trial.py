@@ -4,51 +4,59 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Self
 
 from perfdoctor.diagnose.finding import Finding, Saving
 from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.report import phrases
+from perfdoctor.report.fitting import fitting
 from perfdoctor.report.json import as_document, saving_document, site_document
-from perfdoctor.report.lines import Line, plain, wrapped
+from perfdoctor.report.lines import Line, command_lines, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text
+from perfdoctor.treat.cures import treatments_for
 from perfdoctor.trial.estimate import FEWEST_PAIRS, LARGE_CLAIM
 from perfdoctor.trial.outcome import JOINT, ArmResult, TrialOutcome
 from perfdoctor.units import format_ms, format_plural, format_share, format_spread, ms
 
 _INDENT = 3
+_OTHER_STEP = 0.2  # of the step: a reader would ask which is true
+_BOUNDS = frozenset({"data-wait"})  # codes whose arms are bounds, whatever they are called
 
 
 class TrialReport(TrialOutcome):
     """What a trial hands out: every field of a TrialOutcome, and ways to show it."""
 
-    __slots__ = ()
+    __slots__ = ("_script",)
+
+    _script: str  # no field: two outcomes are equal without it
 
     @classmethod
-    def of(cls, outcome: TrialOutcome) -> Self:
-        """The same outcome as a report."""
-        return cls(**{f.name: getattr(outcome, f.name) for f in fields(outcome)})
+    def of(cls, outcome: TrialOutcome, *, script: str = "") -> Self:
+        """The same outcome as a report; `script`: what was run, as it is typed behind `perfdoctor trial`."""
+        report = cls(**{f.name: getattr(outcome, f.name) for f in fields(outcome)})
+        object.__setattr__(report, "_script", script)
+        return report
 
     def __str__(self) -> str:
         return self.to_text().rstrip("\n")
 
     def to_text(self) -> str:
         """What was measured, then the page of the diagnosis."""
-        return render_trial(self, root=os.getcwd())
+        return render_trial(self, root=os.getcwd(), script=getattr(self, "_script", ""))
 
     def to_json(self) -> str:
         """The diagnosis as JSON, with the key `trial`."""
         return render_trial_json(self)
 
 
-def render_trial(outcome: TrialOutcome, *, width: int = WIDTH, root: str = "") -> str:
+def render_trial(outcome: TrialOutcome, *, width: int = WIDTH, root: str = "", script: str = "") -> str:
     """The trial's own page, that of the diagnosis, and at the end what to change in which order."""
     lines = [*_head(outcome, width), (), *_arms(outcome, width, root), *_refused(outcome, width, root)]
     lines += _notes(outcome, width)
     lines = [line for before, line in zip([(), *lines], lines, strict=False) if line or before]  # no two blank lines
     page = plain(lines).rstrip("\n") + "\n\n" + render_text(outcome.diagnosis, width=width, root=root)
-    return page.rstrip("\n") + "\n\n" + plain(_order(outcome, width, root))
+    return page.rstrip("\n") + "\n\n" + plain(_order(outcome, width, root, script))
 
 
 def render_trial_json(outcome: TrialOutcome) -> str:
@@ -66,7 +74,7 @@ def trial_document(outcome: TrialOutcome) -> dict[str, Any]:
             "low_ms": ms(outcome.base_low_ns),
             "high_ms": ms(outcome.base_high_ns),
         },
-        "arms": [_arm_document(arm) for arm in outcome.arms],
+        "arms": [_arm_document(arm, outcome) for arm in outcome.arms],
         "refused": [{**_place(row.finding), "why": row.why} for row in outcome.refused],
         "order": [_place(finding) for finding in outcome.order],
         "num_steps": outcome.num_steps,
@@ -92,12 +100,41 @@ def saving_text(saving: Saving, base_ns: int, num_pairs: int | None = None) -> s
     return f"gives back {format_ms(saving.median_ns)} ({spread}){share}"
 
 
+def is_bound(arm: ArmResult, outcome: TrialOutcome) -> bool:
+    """Whether no fix may reach what was measured: it stands for what there is to gain at most.
+
+    A loader on trial hands out batches that are there already; workers still have to make them.
+    """
+    if arm.finding is None:
+        return any(each.finding in _joined(arm, outcome) and is_bound(each, outcome) for each in _predictions(outcome))
+    return not arm.prediction or arm.finding.code in _BOUNDS
+
+
+def _predictions(outcome: TrialOutcome) -> list[ArmResult]:
+    return [arm for arm in outcome.arms if arm.finding is not None and arm.prediction]
+
+
+def _joined(arm: ArmResult, outcome: TrialOutcome) -> list[Finding | None]:
+    """The findings of an arm that stands for several: all that were tried, or those that give most back."""
+    found = sorted(_predictions(outcome), key=lambda each: -each.saving.median_ns)
+    size = int(arm.mode.removeprefix(JOINT)) if arm.mode.startswith(JOINT) else len(found)
+    return [each.finding for each in found[:size]]
+
+
+def found_text(arm: ArmResult, outcome: TrialOutcome, *, counted: bool = True) -> str:
+    """What an arm gave: 'gives back 13.9 ms ...', or 'a bound: at most 13.9 ms ...; no prediction of a fix'."""
+    text = saving_text(arm.saving, outcome.base_ns, arm.num_pairs if counted else None)
+    if not is_bound(arm, outcome) or text.startswith("not decided"):
+        return text
+    return f"a bound: {text.replace('gives back', 'at most', 1)}; no prediction of a fix"
+
+
 def _head(outcome: TrialOutcome, width: int) -> list[Line]:
     if not outcome.base_ns:
         steps = format_plural(outcome.num_steps, "step")
         text = f"Trial of {outcome.diagnosis.source}: nothing was measured; {steps} after the watched ones"
         return wrapped(text, width, style="strong")
-    base = f"{format_ms(outcome.base_ns)} a step with nothing taken out"
+    base = f"{format_ms(outcome.base_ns)} a step with nothing taken out{_unlike(outcome)}"
     text = (
         f"Trial of {outcome.diagnosis.source}: {base}; {format_plural(outcome.num_steps, 'step')}, "
         f"{format_plural(outcome.rounds, 'round')} of blocks of {format_plural(outcome.counted, 'step')}, "
@@ -106,16 +143,22 @@ def _head(outcome: TrialOutcome, width: int) -> list[Line]:
     return wrapped(text, width, style="strong")
 
 
+def _unlike(outcome: TrialOutcome) -> str:
+    """That a trial tells means: where a few steps take most of the time, the median step of the report is another."""
+    step = outcome.diagnosis.step
+    if step is None or not step.median_ns or abs(outcome.base_ns / step.median_ns - 1) < _OTHER_STEP:
+        return ""
+    return f" (mean of a block; the median step of the report below took {format_ms(step.median_ns)})"
+
+
 def _arms(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
     """The arms, what gives most back first; bounds under the arm of their finding."""
     rows: list[Line] = []
     for arm in sorted((arm for arm in outcome.arms if _leads(arm, outcome)), key=_rank):
         rows += wrapped(_title(arm.finding, root) if arm.finding is not None else arm.text, width, style="place")
         for each in (arm, *_bounds(arm, outcome)):
-            bound = "" if each.prediction else " (a bound, no prediction of a fix)"
-            what = f"{each.text}{bound}: " if each.finding is not None else ""
-            found = saving_text(each.saving, outcome.base_ns, each.num_pairs)
-            rows += wrapped(f"{what}{found}", width, indent=_INDENT)
+            what = f"{each.text}: " if each.finding is not None else ""
+            rows += wrapped(f"{what}{found_text(each, outcome)}", width, indent=_INDENT)
         rows += _predicted(arm, width)
     return rows
 
@@ -169,28 +212,43 @@ def _emulated(outcome: TrialOutcome) -> list[str]:
     return [phrases.note(note) for note in outcome.diagnosis.notes if note.code == EMULATED]
 
 
-def _order(outcome: TrialOutcome, width: int, root: str) -> list[Line]:
+def _order(outcome: TrialOutcome, width: int, root: str, script: str) -> list[Line]:
     """The end of the report: what to fix first, and the lines that do it."""
     if not outcome.order:
         return wrapped(_nothing(outcome), width, style="strong")
     rows = wrapped("Fix in this order", width, style="strong")
     for number, finding in enumerate(outcome.order, 1):
-        result = outcome.result_of(finding)
-        gain = f"  {saving_text(result.saving, outcome.base_ns)}" if result is not None else ""
+        bounds = (arm for arm in outcome.arms if arm.finding == finding)
+        result = outcome.result_of(finding) or next(bounds, None)
+        gain = f"  {found_text(result, outcome, counted=False)}" if result is not None else ""
         rows += wrapped(f"{number}. {phrases.where(finding, root)}{gain}", width)
         if finding.site is not None and finding.site.text:
             rows.append(((" " * _INDENT + finding.site.text.strip(), "faint"),))
         total = next((arm for arm in outcome.arms if arm.mode == f"{JOINT} {number}"), None)
         if total is not None:
-            rows += wrapped(f"with those above: {saving_text(total.saving, outcome.base_ns)}", width, indent=_INDENT)
+            found = found_text(total, outcome, counted=False)
+            rows += wrapped(f"with those above: {found}", width, indent=_INDENT)
         if finding.advice is not None:
             rows += wrapped(finding.advice.text, width, indent=_INDENT)
             rows += [((" " * (_INDENT + 2) + line, ""),) for line in finding.advice.lines]
-    together = outcome.together
-    if together is not None:
-        found = saving_text(together.saving, outcome.base_ns, together.num_pairs)
-        rows += wrapped(f"All together: {found}.", width)
+        if result is not None and is_bound(result, outcome):
+            rows += _measure(finding, outcome, width, script)
+    if outcome.together is not None:
+        rows += wrapped(f"All together: {found_text(outcome.together, outcome)}.", width)
     return rows
+
+
+def _measure(finding: Finding, outcome: TrialOutcome, width: int, script: str) -> list[Line]:
+    """How to learn what a fix gives, where the trial has a bound only."""
+    names = fitting(treatments_for(finding.code, finding.kind), outcome.diagnosis)
+    offered = replace(finding, treatments=names)
+    _, command = phrases.trial_command(offered, replace(outcome.diagnosis, notes=()), script)
+    if not command:
+        return wrapped("what a fix gives: make the change, run perfdoctor again, and compare", width, indent=_INDENT)
+    return [
+        *wrapped("this measures what a fix gives, which may be nothing:", width, indent=_INDENT),
+        *command_lines(command, width, indent=_INDENT + 2),
+    ]
 
 
 def _nothing(outcome: TrialOutcome) -> str:
@@ -204,7 +262,7 @@ def _nothing(outcome: TrialOutcome) -> str:
         return "Not decided: the script ended, or the time was spent, after too few blocks. Let it run longer."
     together = outcome.together
     if together is not None and together.saving.significant and together.saving.median_ns > 0:
-        found = saving_text(together.saving, outcome.base_ns)
+        found = found_text(together, outcome, counted=False)
         return f"No line alone gives anything back for sure; all together: {found}. Give it more --seconds."
     most = max(max(abs(arm.saving.low_ns), abs(arm.saving.high_ns)) for arm in outcome.arms)
     if most > LARGE_CLAIM * outcome.base_ns:
@@ -217,12 +275,12 @@ def _title(finding: Finding, root: str) -> str:
     return f"{phrases.where(finding, root)}  {finding.code}: {finding.title}"
 
 
-def _arm_document(arm: ArmResult) -> dict[str, Any]:
+def _arm_document(arm: ArmResult, outcome: TrialOutcome) -> dict[str, Any]:
     return {
         **(_place(arm.finding) if arm.finding is not None else {"code": None, "site": None}),
         "mode": arm.mode,
         "text": arm.text,
-        "prediction": arm.prediction,
+        "prediction": not is_bound(arm, outcome),
         "saving": saving_document(arm.saving),
         "num_pairs": arm.num_pairs,
     }

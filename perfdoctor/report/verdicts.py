@@ -31,7 +31,7 @@ from typing import Any
 from perfdoctor.diagnose.finding import Diagnosis, Finding, StepTime
 from perfdoctor.report import phrases
 from perfdoctor.report.json import site_document
-from perfdoctor.report.lines import Line, plain, wrapped
+from perfdoctor.report.lines import Line, command_lines, plain, wrapped
 from perfdoctor.report.text import WIDTH
 from perfdoctor.treat.cures import treatments_for
 from perfdoctor.trial.verdict import Parity, SpeedUp, Verdict
@@ -50,6 +50,7 @@ SCHEMA_VERSION = 1
 Again = Callable[[Sequence[str]], str]
 _INDENT = 3
 _LABELS = 18
+_UNFIT, _NOT_TRIED = "does not fit: ", "not tried: "  # how the reasons of trial/verdict.py begin
 
 
 def ranked(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
@@ -86,8 +87,9 @@ def render_verdicts(
         lines += ((), *wrapped(note, width, label="Note", indent=6))
     command = _command(order, diagnosis, again)
     if command:
-        lines += ((), *wrapped("The time did not suffice for all. To go on:", width), _code(command))
-    lines += ((), *_ending(best_of(order), diagnosis, width, root, _num_untried(rejected)))
+        rows = command_lines(command, width, indent=_INDENT)
+        lines += ((), *wrapped("The time did not suffice for all. To go on:", width), *rows)
+    lines += ((), *_ending(best_of(order), diagnosis, width, root, order))
     return plain(lines)
 
 
@@ -129,6 +131,8 @@ def _head(verdicts: Sequence[Verdict], diagnosis: Diagnosis, width: int) -> list
     single = [v for v in tried if not _is_set(v)]
     apart = sum(v.num_processes > 0 for v in single)
     processes = f", {apart} in processes of their own" if apart else ""
+    if not single:
+        return [*rows, *wrapped("none was timed: see below", width, style="faint")]
     text = (
         f"{len(single) - apart} timed in blocks of steps with and without in turn{processes}; losses compared first; "
         "95 % intervals"
@@ -187,14 +191,36 @@ def _cured(verdict: Verdict, diagnosis: Diagnosis, width: int, root: str) -> lis
 
 
 def _rejected(verdicts: Sequence[Verdict], width: int) -> list[Line]:
-    if not verdicts:
+    """Those that were tried, those that were not, and those that do not fit: each with the reason, said once."""
+    undecided = [v for v in verdicts if _is_undecided(v)]
+    unfit = [v for v in verdicts if v.reason.startswith(_UNFIT)]
+    tried = [v for v in verdicts if v not in undecided and v not in unfit]
+    return [
+        *_reasons("Not to keep", [(v.treatment, f"{v.reason}{_measured(v)}") for v in tried], width),
+        *_reasons("Not decided", [(v.treatment, f"{v.reason}{_measured(v)}") for v in undecided], width),
+        *_reasons("Does not fit this loop", [(v.treatment, v.reason.removeprefix(_UNFIT)) for v in unfit], width),
+    ]
+
+
+def _is_undecided(verdict: Verdict) -> bool:
+    return verdict.wants_time or verdict.reason.startswith(_NOT_TRIED)
+
+
+def _reasons(title: str, rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
+    """A section of `(treatment, why)`; treatments of one reason share a row."""
+    if not rows:
         return []
-    indent = max(len(v.treatment) for v in verdicts) + _INDENT + 2
-    rows: list[Line] = [(), *wrapped("Not to keep", width, style="strong")]
-    for verdict in verdicts:
-        label = f"{' ' * _INDENT}{verdict.treatment}"
-        rows += wrapped(f"{verdict.reason}{_measured(verdict)}", width, label=label, indent=indent)
-    return rows
+    names: dict[str, list[str]] = {}
+    for name, why in rows:
+        names.setdefault(why, []).append(name)
+    indent = max((len(each[0]) for each in names.values() if len(each) == 1), default=0) + _INDENT + 2
+    lines: list[Line] = [(), *wrapped(title, width, style="strong")]
+    for why, each in names.items():
+        if len(each) == 1:
+            lines += wrapped(why, width, label=f"{' ' * _INDENT}{each[0]}", indent=indent)
+        else:
+            lines += wrapped(f"{', '.join(each)}: {why}", width, indent=_INDENT)
+    return lines
 
 
 def _measured(verdict: Verdict) -> str:
@@ -207,11 +233,9 @@ def _measured(verdict: Verdict) -> str:
     return f" ({format_spread(saving.low_ns, saving.high_ns)} saved){apart}"
 
 
-def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, num_untried: int) -> list[Line]:
-    if best is None and num_untried:
-        return wrapped(f"Nothing was found faster. Not tried, or not decided: {num_untried}.", width, style="strong")
+def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, order: Sequence[Verdict]) -> list[Line]:
     if best is None:
-        return wrapped("Nothing to change: no treatment made this loop faster.", width, style="strong")
+        return wrapped(_nothing([v for v in order if not _is_set(v)]), width, style="strong")
     speed_up = "" if best.speed_up is None else f", {format_times(best.speed_up.mid)} as fast"
     rows = wrapped(f"Lines to change ({best.treatment}{speed_up})", width, style="strong")
     places = [finding for finding in _findings(best, diagnosis) if finding.site is not None]
@@ -221,8 +245,20 @@ def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, n
     return [*rows, *map(_code, best.lines)]
 
 
-def _num_untried(rejected: Sequence[Verdict]) -> int:
-    return sum(verdict.wants_time or verdict.reason.startswith("not tried") for verdict in rejected)
+def _nothing(verdicts: Sequence[Verdict]) -> str:
+    """What there is to say where no treatment is to be kept: tried in vain, or not tried, and why not."""
+    unfit = sum(v.reason.startswith(_UNFIT) for v in verdicts)
+    undecided = sum(map(_is_undecided, verdicts))
+    tried = len(verdicts) - unfit - undecided
+    counts = ((undecided, "not decided"), (unfit, "not fit for this loop"))
+    left = ", ".join(f"{number} {what}" for number, what in counts if number)
+    if tried:
+        beside = f"; {left}" if left else ""
+        lead = "Nothing to change so far" if undecided else "Nothing to change"
+        return f"{lead}: of {format_plural(tried, 'treatment')} tried none is to be kept{beside}."
+    if undecided:
+        return f"Nothing was decided: no treatment was tried to the end ({left})."
+    return "Nothing was tried: none of these treatments fits this loop." if unfit else "Nothing was tried."
 
 
 def _code(line: str) -> Line:
@@ -235,7 +271,7 @@ def _command(verdicts: Sequence[Verdict], diagnosis: Diagnosis, again: Again | N
     if not late:
         return ""
     names = tuple(dict.fromkeys(late))
-    return again(names) if again is not None else f"perfdoctor trial --treat={','.join(names)} {diagnosis.source}"
+    return again(names) if again is not None else f"perfdoctor trial --treat={','.join(names)} {phrases.PLACEHOLDER}"
 
 
 def _row(label: str, text: str, width: int) -> list[Line]:

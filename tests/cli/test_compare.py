@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -192,7 +193,7 @@ def test_what_was_tried_together_is_the_prediction_where_all_of_it_is_gone(repor
             row["measured_saving"] = {"mid_ms": 3.0, "low_ms": 2.9, "high_ms": 3.1}
         assert len(rows) > 1
         arms = [{"mode": "gone", "saving": {"mid_ms": 3.0}}, {"mode": "all", "saving": {"mid_ms": 3.9}}]
-        document["trial"] = {"arms": arms}
+        document["trial"] = {"arms": arms}  # what it measured of the loop as it is was left out: the bare steps count
 
     gone = (lambda d: d["findings"].clear(), lambda d: d["leave_alone"].clear())
     fast = _step(median_ms=6.0, low_ms=5.9, high_ms=6.1, num_steps=50)
@@ -207,6 +208,86 @@ def test_what_was_tried_together_is_the_prediction_where_all_of_it_is_gone(repor
     assert found["counterfactual_ms"] == 3.0 * (len(json.loads(Path(paths[0]).read_text())["leave_alone"]) + 1)
 
 
+def _tried(median_ms: float, spread_ms: float = 0.2, pairs: tuple[int, ...] = (20, 19)) -> Change:
+    base = {"median_ms": median_ms, "low_ms": median_ms - spread_ms / 2, "high_ms": median_ms + spread_ms / 2}
+    arms = [{"mode": "gone", "saving": None, "num_pairs": number} for number in pairs]
+    return lambda document: document.update(trial={"base": base, "arms": arms, "block_steps": 8})
+
+
+def test_two_trials_are_compared_by_what_they_measured(report: Callable[..., str]) -> None:
+    """The bare steps say 10 ms in both; 40 blocks each say 10 and 11."""
+    before, after = report("a.json", _tried(10)), report("b.json", _tried(11))
+    found = json.loads(execute([before, after, "--format", "json", "--run-noise", "0", "--gate", "5"]).text)
+    assert found["change"] == "slower"
+    assert found["before"]["median_ms"] == 10
+    assert (found["after"]["median_ms"], found["after"]["num_blocks"], found["after"]["num_steps"]) == (11, 40, 320)
+    # 1.25 * 0.2 / (1.35 * sqrt(40)) = 0.02928 ms each; 1.96 * sqrt(2) of it is 0.0812.
+    assert found["low_ms"] == pytest.approx(1 - 0.0812, abs=1e-3)
+    assert "numbers of blocks" in found["rule"]
+    assert execute([before, after, "--gate", "5"]).exit_code == 1
+    assert execute([before, after, "--gate", "11"]).exit_code == 0
+    noisy = report("c.json", _tried(11, spread_ms=9))
+    assert execute([before, noisy, "--gate", "5"]).text.startswith("No difference: 10.0 ms -> 11.0 ms")
+    text = " ".join(execute([before, after]).text.split())
+    assert "11.0 ms (10.9 to 11.1 ms), 40 blocks, 320 steps (in the trial, with nothing taken out)" in text
+
+
+def test_a_trial_is_held_against_a_run_by_the_bare_steps_of_both(report: Callable[..., str]) -> None:
+    few = report("few.json", _tried(11, pairs=(4,)))  # five blocks tell no spread
+    nothing = report("none.json", _tried(0, spread_ms=0, pairs=()))
+    for after in (few, nothing, report("run.json")):
+        found = json.loads(execute([report("a.json", _tried(14)), after, "--format", "json"]).text)
+        assert (found["change"], found["before"]["num_blocks"]) == ("no difference", None)
+        assert found["before"]["median_ms"] == pytest.approx(10, abs=0.05)
+
+
+def test_one_report_twice_and_two_in_the_other_order_are_said(report: Callable[..., str]) -> None:
+    before = report("a.json")
+    copy = report("copy.json")
+    for after in (before, copy):
+        outcome = execute([before, after, "--gate", "0"])
+        assert "BEFORE and AFTER are the same report" in outcome.text
+        assert outcome.exit_code == 0
+    slow = report("slow.json", _step(median_ms=13.0, low_ms=12.9, high_ms=13.1, num_steps=50))
+    os.utime(slow, (1_000, 1_000))
+    assert "swapped" not in execute([slow, before]).text  # an edit that helped
+    os.utime(before, (2_000, 2_000))
+    assert "swapped" in execute([before, slow]).text
+    os.utime(slow, (3_000, 3_000))
+    assert "swapped" not in execute([before, slow]).text
+
+
+def test_a_bound_is_no_prediction_that_the_edit_is_held_to(report: Callable[..., str]) -> None:
+    def waits(document: dict[str, Any]) -> None:
+        document["findings"] = document["findings"][:1]
+        document["findings"][0].update(code="data-wait", site=None, headroom=None)
+        document["findings"][0]["measured_saving"] = {"mid_ms": 4.5, "low_ms": 4.0, "high_ms": 5.0}
+        document["leave_alone"].clear()
+
+    after = report("b.json", lambda d: (d["findings"].clear(), d["leave_alone"].clear()))
+    assert "counterfactual at most 4.5 ms; measured" in execute([report("a.json", waits), after]).text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("train.py", "package.train", True),
+        ("package.train", "package.eval", True),
+        ("package.train", "package.train", False),
+        ("session", "train.py", False),
+        ("before.json", "after.json", False),
+        ("before", "after", False),
+        ("a", "package.train", False),
+        ("runs/a/loop.perfdoctor", "train.py", False),
+    ],
+)
+def test_two_scripts_are_told_apart_and_two_recordings_are_not(
+    report: Callable[..., str], before: str, after: str, said: bool
+) -> None:
+    paths = [report(name, lambda d, s=source: d.update(source=s)) for name, source in (("a", before), ("b", after))]
+    assert ("not of one name" in execute(paths).text) == said
+
+
 def test_other_answers_of_perfdoctor_are_no_reports(report: Callable[..., str], tmp_path: Path) -> None:
     good = report("a.json")
     (tmp_path / "answer.json").write_text(execute([good, good, "--format", "json"]).text)
@@ -219,6 +300,7 @@ def test_other_answers_of_perfdoctor_are_no_reports(report: Callable[..., str], 
 
 BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "another version": (lambda d: d.update(schema_version=9), UnsupportedTraceError, "schema 9"),
+    "a version as text": (lambda d: d.update(schema_version="1"), UnsupportedTraceError, "schema '1'"),
     "no verdict": (lambda d: d.pop("verdict"), NotATraceError, "no report"),
     "no step": (lambda d: d["verdict"].update(step=None), UsageError, "no step was timed"),
     "a window": (_step(num_steps=0), UsageError, "no step was timed"),
@@ -229,6 +311,14 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "text for a rate": (lambda d: d["verdict"].update(samples_per_s="x"), BrokenTraceError, "mistypes"),
     "text for a count": (lambda d: d["verdict"].update(micro_batches="x"), BrokenTraceError, "mistypes"),
     "notes of another form": (lambda d: d.update(notes=[1]), BrokenTraceError, "mistypes"),
+    "half a step": (_step(num_steps=2.5), BrokenTraceError, "2.5 is no whole number"),
+    "a truth for a number": (_step(num_steps=True), BrokenTraceError, "True is no whole number"),
+    "quartiles in the wrong order": (_step(low_ms=12.0), BrokenTraceError, "quartiles 12 and"),
+    "a trial whose blocks are of another form": (
+        lambda d: d.update(trial={"base": {"median_ms": 1, "low_ms": 1, "high_ms": 1}, "arms": [{"num_pairs": "x"}]}),
+        BrokenTraceError,
+        "mistypes",
+    ),
     "a trial of another form": (lambda d: d.update(trial={"arms": [{}]}), BrokenTraceError, "mistypes"),
     "a finding beyond all time": (
         lambda d: d["findings"][0].update(headroom={"low_ms": 0, "mid_ms": 1e308, "high_ms": 0}),
@@ -248,11 +338,16 @@ def test_bad_reports_are_said_by_name(report: Callable[..., str], case: str) -> 
     assert "bad.json" in str(raised.value)
 
 
-def test_other_bad_files(report: Callable[..., str], tmp_path: Path) -> None:
+def test_other_bad_files(report: Callable[..., str], tmp_path: Path, trace: Path) -> None:
     good = report("a.json")
     (tmp_path / "half.json").write_text(Path(good).read_text()[:900])
     (tmp_path / "empty").write_text("")
     (tmp_path / "list.json").write_text("[1]")
+    pages = {"page.txt": perfdoctor.analyze(trace).to_text(), "page.html": perfdoctor.analyze(trace).to_html()}
+    for name, page in {**pages, "trial.txt": "Trial of train.py: 10.0 ms a step with nothing taken out"}.items():
+        (tmp_path / name).write_text(page)
+        with pytest.raises(NotATraceError, match=f"{name}: a report as a page. Write it as JSON"):
+            execute([good, str(tmp_path / name)])
     with pytest.raises(BrokenTraceError, match="damaged perfdoctor report"):
         execute([good, str(tmp_path / "half.json")])
     for name in ("empty", "list.json", "none", ""):

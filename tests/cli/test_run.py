@@ -6,7 +6,9 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -120,8 +122,9 @@ def test_an_option_of_ours_behind_the_script_is_the_scripts_and_that_is_said(tmp
     script = write(tmp_path)
     done = run(*QUICK, str(script), "--keep-going", "--warmup", "9", cwd=tmp_path)
     assert done.returncode == 2  # the script's argparse does not know it
-    order = f"perfdoctor run --warmup 2 --active 3 --keep-going --warmup 9 {script} ..."
-    assert done.stderr.splitlines()[0].endswith(order)
+    order = f"perfdoctor run --warmup 2 --active 3 --keep-going --warmup 9 {script}"
+    said = f"perfdoctor: --keep-going, --warmup behind {script}: the script's, not perfdoctor's"
+    assert done.stderr.splitlines()[0] == said
     assert done.stderr.splitlines()[-1].endswith(order)  # again behind the script's own complaint
 
 
@@ -137,7 +140,74 @@ def test_an_option_of_ours_behind_the_script_is_the_scripts_and_that_is_said(tmp
 def test_options_behind_the_script_that_are_ours(argv: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     hint = misplaced(split_command(argv.split()), "run", _parser())
     assert hint.partition(" behind ")[0] == named
-    assert capsys.readouterr().err == (f"perfdoctor: {hint}\n" if named else "")
+    told = capsys.readouterr().err
+    assert told.startswith(f"perfdoctor: {named} behind ") if named else not told
+
+
+def test_the_order_that_is_given_works_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--active", "3", "my dir/train it.py", "3", "a b", "-o", "my report.txt", "--gate=5", "--warmup", "3"]
+    order = misplaced(split_command(words), "run", _parser()).partition("in front of it: ")[2]
+    command = split_command(shlex.split(order)[2:])
+    assert command.own == ("--active", "3", "-o", "my report.txt", "--gate=5", "--warmup", "3")
+    assert (command.target, command.arguments) == ("my dir/train it.py", ("3", "a b"))
+    assert _parser().parse_args(command.own).gate == 5
+
+
+def test_a_script_that_was_stopped_is_said_to_be_and_its_command_is_told_again(tmp_path: Path) -> None:
+    (tmp_path / "my dir").mkdir()
+    write(tmp_path / "my dir")
+    done = run(*QUICK, "my dir/train.py", "--format", "a b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ran to the end" not in done.stdout
+    (said,) = [line for line in done.stderr.splitlines() if "stopped" in line]
+    number = re.fullmatch(
+        r"perfdoctor: stopped my dir/train.py after (\d+) steps, which is all that is watched .*", said
+    )
+    assert number is not None
+    assert 2 + 3 + 3 <= int(number[1]) <= 100  # warm-up, bare and watched steps at least
+    assert "--treat=log_every_n 'my dir/train.py' --format 'a b'\n" in done.stdout
+    ended = run(*QUICK, "--keep-going", "my dir/train.py", "--steps", "30", cwd=tmp_path)
+    assert "ran to the end" in ended.stdout
+    assert "stopped" not in ended.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_script_that_is_told_to_end_is_reported_and_its_code_is_the_signals(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    inside = "if step == 12: print('ready', flush=True); import time; time.sleep(60)"
+    write(tmp_path, inside)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "perfdoctor", "run", "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while "ready" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        out, error = process.communicate(timeout=60)
+    assert process.returncode == code, error
+    assert "finally ran" in out
+    assert "perfdoctor: train.py" in out  # the report of what was seen
+    assert f"the script ended with exit code {code}" in error
+
+
+def test_sigterm_is_the_scripts_and_its_workers_own(tmp_path: Path) -> None:
+    """A handler of the script's is called; a worker that is terminated dies of the signal, as without perfdoctor."""
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, os, signal, time\n"
+        "codes = set()\n"
+        "for _ in range(40):  # at once: in the instant after the fork too\n"
+        "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(30,))\n"
+        "    worker.start(); worker.terminate(); worker.join(); codes.add(worker.exitcode)\n"
+        "print('workers', codes)\n"
+        "signal.signal(signal.SIGTERM, lambda *a: print('mine'))\n"
+        "os.kill(os.getpid(), signal.SIGTERM); print('went on')\n"
+    )
+    done = run("train.py", cwd=tmp_path)
+    assert done.stdout.splitlines()[:3] == ["workers {-15}", "mine", "went on"], done.stderr
+    assert done.returncode == 0
 
 
 def test_progress_of_a_slow_run_is_on_standard_error(tmp_path: Path) -> None:

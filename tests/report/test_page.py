@@ -8,14 +8,20 @@ import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from perfdoctor import analyze, load_capture
 from perfdoctor.diagnose import diagnose
-from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, Skipped
+from perfdoctor.record.capture import Environment, Note
 from perfdoctor.report.page import Report
+from perfdoctor.treat.cures import CURES
+from perfdoctor.treat.switches import TREATMENTS
+from perfdoctor.treat.treatment import Loop
 
 
 class Terminal(io.StringIO):
@@ -39,6 +45,55 @@ def test_report_names_the_treatments_of_each_finding(diagnosis: Diagnosis) -> No
     masked = replace(sync, kind="boolean_mask")
     (found,) = Report.of(replace(diagnosis, findings=(masked,))).findings
     assert found.treatments == ()
+
+
+def loop(**facts: object) -> Diagnosis:
+    """A loop with one finding of each code that a treatment cures, and what is known of its surroundings."""
+    codes = sorted({code for codes in CURES.values() for code in codes})
+    found = tuple(Finding(code=code, severity=Severity.COST, title=code) for code in codes)
+    rows = {"skipped": (), "notes": (), "source": "train.py", **{k: v for k, v in facts.items() if k in _FIELDS}}
+    known = {name: value for name, value in facts.items() if name not in _FIELDS}
+    return Diagnosis(
+        step=None, accounting=None, binding=Binding.UNKNOWN, findings=found, leave_alone=(),
+        environment=Environment(**known), **rows,
+    )  # fmt: skip
+
+
+_FIELDS = ("skipped", "notes", "source")
+_LOADERS = {"prefetch", "dataloader_workers", "pin_memory", "persistent_workers"}
+_NO_LOADER = (Skipped(check="data-wait", why="no mark of the loader in the recording"),)
+
+
+def offered(diagnosis: Diagnosis) -> set[str]:
+    return {name for finding in Report.of(diagnosis).findings for name in finding.treatments}
+
+
+def test_only_treatments_that_can_be_in_place_are_offered() -> None:
+    everything = {name for name, codes in CURES.items() if codes}
+    assert offered(loop()) == everything  # a trace: nothing is known
+    assert offered(loop(skipped=_NO_LOADER)) == everything - _LOADERS
+    bare = (Note(code="no-steps", text="no steps are marked"),)
+    assert offered(loop(skipped=_NO_LOADER, notes=bare)) == everything  # a trace of the device alone
+    assert offered(loop(skipped=_NO_LOADER, notes=bare, num_cpus=4.0)) == everything - _LOADERS  # watched by us
+    assert offered(loop(source="session")) == everything - _LOADERS  # batches of something that is no DataLoader
+    assert offered(loop(num_workers=0, num_cpus=4.0)) == everything - {"persistent_workers"}
+    assert offered(loop(num_workers=2, pin_memory=True)) == everything - {"dataloader_workers", "pin_memory"}
+    assert offered(loop(num_workers=0, num_cpus=1.0)) == everything - {"persistent_workers", "dataloader_workers"}
+    assert offered(loop(fused_optimizer=True)) == everything - {"fused_optimizer"}
+
+
+def test_what_each_treatment_refuses_on_the_cpu_is_not_offered_to_a_loop_without_cuda() -> None:
+    """Against the treatments themselves: a whole loop on the CPU, asked what it refuses for want of a GPU."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 2))
+    loader: Any = torch.utils.data.DataLoader(torch.zeros(8, 3, 8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cpu = Loop(device=torch.device("cpu"), model=model, optimizers=(optimizer,), loader=loader,
+               train_step=lambda x: model(x).sum(), sample_batch=(torch.zeros(1, 3, 8, 8),))  # fmt: skip
+    refusals = {each.name: each.refuses(cpu) or "" for each in TREATMENTS}
+    want_a_gpu = {name for name, why in refusals.items() if "cpu" in why or "CUDA" in why}
+    kept = offered(loop(notes=(Note(code="no-gpu", text="no CUDA"),)))
+    assert len(want_a_gpu) > 4
+    assert kept == {name for name, codes in CURES.items() if codes} - want_a_gpu
 
 
 def test_print_is_plain_in_a_pipe_and_coloured_in_a_terminal(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from perfdoctor.diagnose.finding import Accounting, Advice, Binding, Diagnosis, 
 from perfdoctor.record.capture import Frame, Note, Overhead, Site
 from perfdoctor.report.html import render_html
 from perfdoctor.report.lines import cut, wrapped
+from perfdoctor.report.page import Report
 from perfdoctor.report.shares import shares
 from perfdoctor.report.text import WIDTH, render_text
 
@@ -244,17 +247,58 @@ def test_the_command_to_try_is_on_the_page_of_text_and_of_html(diagnosis: Diagno
     command = "perfdoctor trial --treat=device_metrics SCRIPT.py"
     assert f"try             {command}" in render_text(diagnosis)
     assert f"<dt>try</dt><dd><code>{command}</code></dd>" in render_html(diagnosis)
-    named = replace(diagnosis, source="train.py", notes=(Note(code="emulated-device", text="emulated"),))
-    assert "try             on a GPU: perfdoctor trial --treat=device_metrics train.py" in render_text(named)
-    assert "<code>on a GPU: perfdoctor trial --treat=device_metrics train.py</code>" in render_html(named)
+    emulated = replace(diagnosis, notes=(Note(code="emulated-device", text="emulated"),))
+    command = "perfdoctor trial --treat=device_metrics train.py"
+    assert f"try on a GPU    {command}\n" in render_text(emulated, script="train.py")
+    assert f"<dt>try on a GPU</dt><dd><code>{command}</code></dd>" in render_html(emulated, script="train.py")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["my dir/train it.py", "--name", "a b", "--note=it's $HOME & more", "*.pt"],
+        ["-m", "package.train", "--steps", "9"],
+        ["train.py", *(f"--option-{i}=value" for i in range(12))],
+    ],
+)
+def test_the_command_to_try_is_what_a_shell_takes_for_the_script_and_its_arguments(
+    diagnosis: Diagnosis, words: list[str]
+) -> None:
+    page = render_text(Report.of(diagnosis), script=shlex.join(words), root=ROOT)
+    rows = page[page.index("   try  ") :].split("\n   basis")[0].removeprefix("   try")
+    assert max(map(len, rows.splitlines())) <= 96
+    shell = f"perfdoctor() {{ printf '%s\\n' \"$@\"; }}\n{rows}"  # a real one reads it as it is pasted
+    read = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert read == ["trial", "--treat=log_every_n", *words]
+
+
+def test_a_step_that_nobody_gives_as_a_function_is_not_offered_to_a_trial(diagnosis: Diagnosis) -> None:
+    launch = replace(diagnosis.findings[2], treatments=("graphed_step",))
+    assert "trial --treat" not in render_text(replace(diagnosis, findings=(launch,)))
+
+
+def test_a_loop_that_watches_itself_is_told_what_the_commands_stand_for(diagnosis: Diagnosis) -> None:
+    for source, told in (("session", True), ("window at step 40", True), ("train.py", False)):
+        for render in (render_text, render_html):
+            page = " ".join(render(replace(diagnosis, source=source)).split())
+            assert ("stands for the script without its own session" in page) == told
 
 
 def test_no_price_is_claimed_for_what_to_leave_alone_where_no_gpu_was_recorded(diagnosis: Diagnosis) -> None:
     assert "Leave alone: each would give back under 1 %" in render_text(diagnosis)
     unpriced = replace(diagnosis, accounting=None)
     for page in (render_text(unpriced), render_html(unpriced)):
-        assert "Leave alone: each comes only once in many steps" in page
+        assert "Leave alone: each comes in less than half of the steps" in page
         assert "under 1 %" not in page
+
+
+def test_what_comes_in_few_steps_is_counted_on_average(diagnosis: Diagnosis) -> None:
+    """Sixteen reads in every eighth step are two a step: not "1 a step" beside "in few steps"."""
+    burst = replace(diagnosis.leave_alone[0], count=2.0, count_per_micro_batch=0.5)
+    page = render_text(replace(diagnosis, accounting=None, leave_alone=(burst,)))
+    assert "host-sync: reads a device value, 2 a step on average\n" in page
+    priced = render_text(replace(diagnosis, leave_alone=(burst,)))
+    assert "reads a device value, 2 a step, 0.5 a micro-batch\n" in priced
 
 
 def test_watching_that_seems_to_speed_the_loop_up_is_called_noise(diagnosis: Diagnosis) -> None:

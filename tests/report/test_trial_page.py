@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Saving, Severity
+from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Saving, Severity, StepTime
 from perfdoctor.record.capture import Frame, Site
-from perfdoctor.report.trial import render_trial, saving_text
+from perfdoctor.report.trial import render_trial, saving_text, trial_document
 from perfdoctor.trial.outcome import ArmResult, TrialOutcome
 
 MS = 1_000_000
@@ -46,9 +46,52 @@ OUTCOME = TrialOutcome(
 def test_the_dearest_comes_first_and_a_bound_under_its_finding() -> None:
     page = " ".join(render_trial(OUTCOME).split())
     assert (
-        page.index("train.py:7") < page.index("train.py:3") < page.index("text every (a bound") < page.index("text all")
+        page.index("train.py:7") < page.index("train.py:3") < page.index("text every: a bound") < page.index("text all")
     )
-    assert "no difference (less than 6 % of the step)" in page  # 1 + 2 of 50 ms
+    # 1 + 2 of 50 ms
+    assert "a bound: no difference (less than 6 % of the step); no prediction of a fix" in page
+
+
+WAIT = Finding(
+    code="data-wait", severity=Severity.COST, title="waits for the next batch", kind="dataloader_wait", count=1.0,
+    advice=Advice(text="give it workers", lines=("loader = DataLoader(..., num_workers=1)",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prediction", [True, False])
+def test_a_loader_on_trial_is_a_bound_and_promised_nowhere(prediction: bool) -> None:
+    """Its batches are there already on trial; workers may even be slower than what they replace."""
+    waiting = replace(
+        OUTCOME,
+        arms=(
+            arm(WAIT, "gone", 20.0, 0.5, prediction=prediction),
+            arm(ROWS[1], "gone", 10.0, 0.5),
+            arm(None, "all", 30.0, 0.5),
+            arm(None, "first 2", 30.0, 0.5),
+        ),
+        order=(WAIT, ROWS[1]),
+    )
+    page = render_trial(waiting, script="'my dir/train.py' --steps 9")
+    flat = " ".join(page.split())
+    assert "a bound: at most 20.0 ms (19.5 to 20.5 ms), 40 % of the step; no prediction of a fix" in flat
+    assert "gives back 20" not in flat
+    ending = flat.split("Fix in this order")[1]
+    assert ending.index("the whole step") < ending.index("give it workers") < ending.index("train.py:7")
+    assert "--treat=prefetch,dataloader_workers 'my dir/train.py' --steps 9" in ending
+    assert "train.py:7 gives back 10.0 ms" in ending  # what the fix gives stays a promise
+    arms = trial_document(waiting)["arms"]
+    assert [row["prediction"] for row in arms][:2] == [False, True]
+    if prediction:  # it is one of those that were off together
+        assert "gives back 30" not in flat
+        assert ending.count("a bound: at most 30.0 ms (29.5 to 30.5 ms), 60 % of the step; no prediction of a fix") == 2
+
+
+def test_a_step_that_a_few_long_ones_make_up_is_told_from_the_median_one() -> None:
+    step = StepTime(median_ns=MS, low_ns=MS, high_ns=2 * MS, num_steps=10, basis="bare steps by the host's clock")
+    page = render_trial(replace(OUTCOME, diagnosis=replace(OUTCOME.diagnosis, step=step)))
+    assert "50.0 ms a step with nothing taken out (mean of a block; the median step" in " ".join(page.split())
+    same = replace(step, median_ns=48 * MS, low_ns=47 * MS, high_ns=50 * MS)
+    assert "mean of a block" not in render_trial(replace(OUTCOME, diagnosis=replace(OUTCOME.diagnosis, step=same)))
 
 
 def test_one_of_a_thing_is_said_in_the_singular() -> None:

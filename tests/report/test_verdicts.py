@@ -72,7 +72,7 @@ def test_the_page_is_ranked_and_ends_with_the_lines_of_the_best(diagnosis: Diagn
     assert "20.0 ms -> 10.0 ms, saves 10.0 ms (9.5 to 10.5 ms)" in page
     assert "1 GB -> 1.1 GB, +10.0 %" in page
     assert "slower, by 2.0 ms (1.5 to 2.5 ms)" in page
-    assert "does not fit: no such device" in page
+    assert "no such device" in page[page.index("Does not fit this loop\n") :]
     assert "failed: MemoryError: planned" in page
     assert max(map(len, page.splitlines())) <= 100
 
@@ -86,12 +86,39 @@ def test_what_a_treatment_is_for_stands_beside_what_replay_had_predicted(diagnos
 
 def test_nothing_faster_is_said(diagnosis: Diagnosis) -> None:
     page = render_verdicts((SLOWER, untried("compile", "the script ended first")), diagnosis)
-    assert page.endswith("Nothing was found faster. Not tried, or not decided: 1.\n")
+    assert page.endswith("Nothing to change so far: of 1 treatment tried none is to be kept; 1 not decided.\n")
     assert "To go on" not in page
     page = render_verdicts((SLOWER,), diagnosis)
-    assert page.endswith("Nothing to change: no treatment made this loop faster.\n")
+    assert page.endswith("Nothing to change: of 1 treatment tried none is to be kept.\n")
     document = _check((SLOWER,), diagnosis)
     assert (document["best"], document["lines"]) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ((refused("tf32", "no such device"),), "Nothing was tried: none of these treatments fits this loop."),
+        ((untried("tf32", SPENT),), "Nothing was decided: no treatment was tried to the end (1 not decided)."),
+        (
+            (untried("tf32", SPENT), untried("compile", SPENT), refused("prefetch", "no such device")),
+            "Nothing was decided: no treatment was tried to the end (2 not decided, 1 not fit for this loop).",
+        ),
+    ],
+)
+def test_where_nothing_was_tried_no_treatment_is_said_to_have_failed(
+    diagnosis: Diagnosis, verdicts: tuple[Verdict, ...], said: str
+) -> None:
+    page = " ".join(render_verdicts(verdicts, diagnosis).split())
+    assert page.endswith(said)
+    assert "none was timed" in page
+    assert "faster" not in page
+    assert "Not to keep" not in page
+
+
+def test_a_reason_that_several_treatments_share_is_said_once(diagnosis: Diagnosis) -> None:
+    page = render_verdicts(tuple(untried(name, SPENT) for name in ("tf32", "compile", "prefetch")), diagnosis)
+    assert page.count(SPENT) == 1
+    assert "   tf32, compile, prefetch: not tried: " in page
 
 
 def test_what_the_time_did_not_suffice_for_gets_a_command_that_names_the_script(diagnosis: Diagnosis) -> None:
@@ -100,8 +127,9 @@ def test_what_the_time_did_not_suffice_for_gets_a_command_that_names_the_script(
     page = render_verdicts(late, diagnosis, again=lambda names: f"try {' '.join(names)} on train.py")
     assert "   try pin_memory compile prefetch on train.py\n" in page
     assert page.endswith("   line of prefetch\n")  # the lines to change come last
-    assert "trial --treat=pin_memory,compile,prefetch train.py" in render_verdicts(late, diagnosis)
-    assert _check(late, diagnosis)["again"].endswith("train.py, 10 steps")  # the source, where nothing else is given
+    command = "trial --treat=pin_memory,compile,prefetch SCRIPT.py"  # where no command is given
+    assert command in render_verdicts(late, diagnosis)
+    assert _check(late, diagnosis)["again"].endswith(command)
     assert _check((SMALL,), diagnosis)["again"] is None
 
 
