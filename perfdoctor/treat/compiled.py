@@ -240,7 +240,7 @@ class _WatchedCall:
         self._on_device = timed_on_device
         self._as_graphs = as_graphs
         self._model = model
-        self._gradients: StayingGradients | None = None
+        self._gradients = _listed_gradients(model) if as_graphs else None
         self._num_calls = 0
         self._first_ns: int | None = None
         self._steady: deque[Any] = deque(maxlen=_KEPT_CALLS)  # ns, or a pair of events
@@ -251,7 +251,8 @@ class _WatchedCall:
         log = self.log
         compiled_before = log.num_compiled
         if self._as_graphs:
-            self._keep_gradients()
+            for each in list(_WITH_GRAPHS):  # of every model whose graphs share the memory that this call writes to
+                each.keep()
         log.call_index, log.listening = self._num_calls, True
         event = self._event()
         start = time.perf_counter_ns()
@@ -265,8 +266,8 @@ class _WatchedCall:
             log.listening = False
         steady = log.num_compiled == compiled_before
         self._note(time.perf_counter_ns() - start, event, steady=steady)
-        if not steady:
-            self._gradients = None  # parameters may have been replaced: they are listed again
+        if self._as_graphs and not steady:  # parameters may have been replaced
+            self._gradients = _listed_gradients(self._model)
         return result
 
     def report(self, *, undone: bool) -> CompileReport:
@@ -280,14 +281,6 @@ class _WatchedCall:
             breaks=tuple(self.log.breaks),
             undone=undone,
         )
-
-    def _keep_gradients(self) -> None:
-        """Of every model whose graphs share the memory that this call writes to."""
-        if self._gradients is None:
-            self._gradients = StayingGradients(self._model.parameters())
-            _WITH_GRAPHS.add(self._gradients)
-        for each in list(_WITH_GRAPHS):
-            each.keep()
 
     def _event(self) -> Any:
         """A timing event, where there is a device and nobody captures a graph (which no timing may enter)."""
@@ -326,6 +319,12 @@ class _WatchedCall:
             f"compile_model: torch.compile failed ({type(error).__name__}: {first}). The model runs eagerly again; "
             "scripts/perfdoctor env tries the compiler itself."
         )
+
+
+def _listed_gradients(model: torch.nn.Module) -> StayingGradients:
+    gradients = StayingGradients(model.parameters())
+    _WITH_GRAPHS.add(gradients)
+    return gradients
 
 
 def _elapsed_ns(entry: Any) -> float:
