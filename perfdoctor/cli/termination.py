@@ -1,8 +1,7 @@
 """SIGTERM while a script runs under `perfdoctor run`: it ends as an exit with 143 does, and the report still comes.
 
-A process that the script forks keeps the signal's default. Python forgets a signal that comes between the fork and the
-child's first instruction, where it has a handler: `worker.start(); worker.terminate()` would leave the worker running.
-So the signal is held back over a fork. What a function around a fork raises is lost: there the signal is sent again.
+A process that the script forks keeps the signal's default (watch/forked_signals.py). What a function around a fork
+raises is lost: there the signal is sent again.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from perfdoctor.watch.forked_signals import around_fork, hold_over_forks
+
 _AGAIN_S = 0.01
 _OF_WORKERS = "torch.utils.data._utils.signal_handling"
-_held = threading.local()  # the forking thread's mask from before the fork
 _handlers: list[Any] = []  # ours that are in place
-_registered: list[bool] = []
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def ended_with_a_report(*, lasting: bool) -> Iterator[None]:
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        if any(each.f_code in _AROUND_FORK for each in _frames(frame)):
+        if around_fork(frame):
             _send_again(number)
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN if lasting else signal.SIG_DFL)
@@ -47,7 +46,6 @@ def ended_with_a_report(*, lasting: bool) -> Iterator[None]:
             signal.raise_signal(number)
 
     quieted: list[Any] = []
-    _hold_over_forks()
     _handlers.append(end)
     signal.signal(signal.SIGTERM, end)
     try:
@@ -56,8 +54,7 @@ def ended_with_a_report(*, lasting: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
         if quieted:
             signal.signal(signal.SIGCHLD, quieted[0])
-        if end in _handlers:  # not in a process that the script forked, and that comes here as its parent does
-            _handlers.remove(end)
+        _handlers.remove(end)
 
 
 def _quiet_workers(quieted: list[Any]) -> None:
@@ -81,32 +78,4 @@ def _send_again(number: int) -> None:
     again.start()
 
 
-def _hold_over_forks() -> None:
-    """Once a process: such functions cannot be taken back, and do nothing while no handler of ours is in place."""
-    if not _registered:
-        _registered.append(True)
-        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go_in_child)
-        os.register_at_fork(after_in_parent=_let_go)  # Ctrl-C may break the first off before it began
-
-
-def _hold() -> None:
-    if signal.getsignal(signal.SIGTERM) in _handlers:  # what the script's own handler raises would be lost
-        _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _let_go() -> None:
-    mask = getattr(_held, "mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _held.mask = None
-
-
-def _let_go_in_child() -> None:
-    if signal.getsignal(signal.SIGTERM) in _handlers:  # the script's own handler is the child's too
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _handlers.clear()
-    _let_go()
-
-
-_AROUND_FORK = frozenset({_hold.__code__, _let_go.__code__})
+hold_over_forks((signal.SIGTERM,), lambda handler: handler in _handlers)

@@ -4,9 +4,7 @@ Python runs no `finally` then, nor exit functions. A clean-up runs all the same,
 by the signal, or with the code given. A handler of the script's own is called as ever; the signal's default, set by the
 script, stays ours. What no process can see, SIGKILL and a crash in C, leaves what is to be cleaned up.
 
-A process that is forked gets the default back. With a handler of Python's it would live on in a long call of C, and
-Python forgets a signal that comes before the child's first instruction (`worker.start(); worker.terminate()`): so the
-signals are held back over a fork.
+A process that is forked gets the default back (watch/forked_signals.py).
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from perfdoctor.watch.forked_signals import hold_over_forks
 from perfdoctor.watch.patches import Patches
 
 _get, _set = signal.getsignal, signal.signal  # theirs, whatever an outer block shows
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-_held = threading.local()  # the forking thread's mask from before the fork
 
 
 @contextmanager
@@ -104,23 +102,4 @@ def _is_ours(handler: Any) -> bool:
     return isinstance(getattr(handler, "__self__", None), _SuddenEnd)
 
 
-def _hold() -> None:
-    if any(_is_ours(_get(number)) for number in _SIGNALS):
-        _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-def _let_go() -> None:
-    mask = _held.__dict__.pop("mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _let_go_in_child() -> None:
-    for number in _SIGNALS:
-        if _is_ours(_get(number)):
-            _set(number, signal.SIG_DFL)
-    _let_go()
-
-
-os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go_in_child)
-os.register_at_fork(after_in_parent=_let_go)  # Ctrl-C may break the first off before it began
+hold_over_forks(_SIGNALS, _is_ours)
