@@ -17,7 +17,7 @@ def format_ms(ns: float) -> str:
     """`format_ms(5_430_000)` is '5.4 ms'. Two decimals below 1 ms, one above; what would round to 0 is '<0.01 ms'."""
     value = ns / NS_PER_MS
     if abs(value) < 0.005:
-        return "<0.01 ms" if value else "0 ms"
+        return "<0.01 ms" if value > 0 else ">-0.01 ms" if value < 0 else "0 ms"
     if abs(value) >= 100:
         return f"{value:.0f} ms"
     if abs(value) >= 1:

@@ -18,7 +18,7 @@ from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.units import format_plural
 from perfdoctor.watch.surroundings import usable_cpus
 
-NO_LOADER = "the loop's loader is not known: pass loader="
+NO_LOADER = "the loop's loader is not known (no DataLoader was iterated; in Python: Loop(loader=...))"
 _MOST_WORKERS = 8
 _ORDER = (
     "the sampler draws in the training process, so batches and their order stay; a dataset that draws random numbers "

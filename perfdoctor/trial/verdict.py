@@ -234,7 +234,10 @@ def _distance(a: float, b: float) -> float:
 def _parity_text(kept: bool, difference: float, repeat: float, rtol: float, atol: float, why: str) -> str:
     if difference == 0:
         return "losses equal bit for bit"
-    allowed = "bit for bit" if rtol == atol == 0 else f"rtol {rtol:g}" + (f", atol {atol:g}" if atol else "")
     own = f"; the loop differs from itself by {repeat:.3g}" if repeat else ""
-    because = f" ({why})" if why and rtol + atol > 0 else ""
+    if rtol == atol == 0:
+        held = "differ as those of the loop itself do" if kept else "not equal bit for bit"
+        return f"losses {held}: largest difference {difference:.3g}{own}"
+    allowed = f"rtol {rtol:g}" + (f", atol {atol:g}" if atol else "")
+    because = f" ({why})" if why else ""
     return f"losses {'within' if kept else 'off'} {allowed}{because}: largest difference {difference:.3g}{own}"

@@ -328,6 +328,15 @@ def test_parity(base: list[float], again: list[float], treated: list[float], rto
     assert judge_parity(base, again, treated, rtol=rtol, atol=0.0).kept is kept
 
 
+def test_parity_text_of_a_bitwise_claim() -> None:
+    unequal = judge_parity([1.0, 2.0], [1.0, 2.0], [1.0, 2.5], rtol=0.0, atol=0.0)
+    assert (unequal.kept, unequal.text) == (False, "losses not equal bit for bit: largest difference 0.5")
+    # Its own runs differ by 2**-20: twice that is allowed.
+    noisy = judge_parity([1.0, 2.0], [1.0, 2.0 + 2**-20], [1.0, 2.0 + 2**-19], rtol=0.0, atol=0.0)
+    assert noisy.kept
+    assert noisy.text.startswith("losses differ as those of the loop itself do: largest difference 1.91e-06")
+
+
 def test_those_that_change_the_loader_come_last_whatever_the_order() -> None:
     names = ("prefetch", "gc_frozen", "dataloader_workers", "set_to_none")
     trial = TreatmentsTrial([treatment(name) for name in names], LiveLoop())
