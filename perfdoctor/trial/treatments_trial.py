@@ -229,13 +229,12 @@ class TreatmentsTrial:
         accepted = sorted((*self._accepted, *found), key=lambda pair: -_saved(pair[1]))
         if len(accepted) < 2:
             return
-        best = _compatible([treatment for treatment, _ in accepted], treated.loop)
-        if len(best) < 2:
-            return
         if not self._suffices():
-            self.verdicts.append(untried(_name(best), SPENT))
+            self.verdicts.append(untried(_name([treatment for treatment, _ in accepted]), SPENT))
             return
-        yield from self._try(treated, best)
+        best = _compatible([treatment for treatment, _ in accepted], treated.loop)
+        if len(best) >= 2:
+            yield from self._try(treated, best)
 
     def _try(self, treated: TreatedSteps, treatments: tuple[Treatment, ...]) -> Steps:
         treated.begin()
