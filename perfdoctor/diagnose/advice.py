@@ -37,7 +37,7 @@ _LINES: dict[str, tuple[str, ...]] = {
         "x = x.to(device, non_blocking=True)                   # a batch in pinned memory",
     ),
     "launch-bound": ("model = torch.compile(model, mode='reduce-overhead')",),
-    "optimizer-loop": ("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)",),
+    "optimizer-loop": ("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)  # or yours",),
     "norm-loop": ("norm = torch.nn.utils.get_total_norm([p.grad for p in params])   # one device tensor",),
     "scale-loop": ("torch._foreach_mul_([p.grad for p in params], scale)",),
     "ema-loop": ("torch._foreach_lerp_(ema_params, list(model.parameters()), 1 - decay)",),

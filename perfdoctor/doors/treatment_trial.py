@@ -31,6 +31,7 @@ from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.treat.cures import treatments_for
 from perfdoctor.treat.switches import TREATMENTS, treatment
+from perfdoctor.treat.switches_loader import LOADER
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.live_obstacles import kept_state, undecided
@@ -346,13 +347,17 @@ class _Run:
 
 
 def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Treatment]:
-    """Those that cure what was found first, by what would come back; then the others, those that compile last."""
+    """Those that cure what was found, by what would come back, those that change the loader behind them, for they take
+    whole epochs; then the others, those that compile last."""
     codes = [finding.code for finding in diagnosis.findings]
     names = list(dict.fromkeys(name for code in codes for name in treatments_for(code)))
     last = len(names)
 
-    def place(each: Treatment) -> tuple[int, bool]:
-        return (names.index(each.name) if each.name in names else last, each.name.startswith("compile"))
+    loader = {each.name for each in LOADER}
+
+    def place(each: Treatment) -> tuple[bool, bool, bool, int, bool]:
+        index, compiles = names.index(each.name) if each.name in names else last, each.name.startswith("compile")
+        return index == last, index == last and compiles, each.name in loader, index, compiles
 
     return sorted(treatments, key=place)
 

@@ -263,7 +263,7 @@ OPTIMIZER = (
         ),
         refuses=_refuse_fused,
         applied=_fused,
-        lines=("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)",),
+        lines=("optimizer = torch.optim.AdamW(model.parameters(), lr=..., fused=True)  # or yours",),
     ),
     Treatment(
         name="set_to_none",

@@ -19,23 +19,30 @@ _MOST_BYTES = 8 << 30
 
 
 class PinnedTwins:
-    """A pinned copy of each source, made once: by storage, layout and version; one of the same shape stands in."""
+    """A pinned copy of each source, made once: by storage, layout and version.
+
+    Of a source that has none, the twin of the same copy in another step stands in: never that of another copy on the
+    line, whose values may mean something else (tokens, and labels). Sources are kept, so that no other tensor comes to
+    lie where one of them lay.
+    """
 
     def __init__(self) -> None:
-        self._exact: dict[tuple[Any, ...], Any] = {}
-        self._by_shape: dict[tuple[Any, ...], Any] = {}
+        self._exact: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._by_call: dict[tuple[Any, ...], Any] = {}
         self._num_bytes = 0
 
-    def of(self, source: Any, *, make: bool) -> Any:
-        """The twin of `source`, None where there is none and none is to be made."""
+    def of(self, source: Any, ordinal: int, *, make: bool) -> Any:
+        """The twin of `source`, None where there is none and none is to be made. `ordinal`: the copy's, in its step."""
         shape = (source.shape, source.dtype)
         key = (source.untyped_storage().data_ptr(), source.storage_offset(), source.stride(), source._version, *shape)
-        found = self._exact.get(key)
+        found, _ = self._exact.get(key, (None, None))
         if found is None and make and self._room(source):
-            found = source if source.is_pinned() else source.detach().pin_memory()
-            self._exact[key] = self._by_shape[shape] = found
+            kept = source.detach()
+            found = kept if kept.is_pinned() else kept.pin_memory()
+            self._exact[key] = found, kept
+            self._by_call[ordinal, *shape] = found
             self._num_bytes += source.nbytes
-        return found if found is not None else self._by_shape.get(shape)
+        return found if found is not None else self._by_call.get((ordinal, *shape))
 
     def _room(self, source: Any) -> bool:
         return len(self._exact) < _MOST_TWINS and self._num_bytes + source.nbytes <= _MOST_BYTES
@@ -53,6 +60,7 @@ class NeutralCopy(OrderedCalls):
         self._pinning = not building
         self._problem = ""
         self._num_pinned = 0
+        self._on_host: set[int] = set()  # ordinals of calls that copied to no device while observed
 
     def install(self, hooks: CallHooks) -> None:
         torch = sys.modules["torch"]
@@ -74,13 +82,14 @@ class NeutralCopy(OrderedCalls):
         source = args[1] if into and len(args) > 1 else args[0]
         if not isinstance(source, sys.modules["torch"].Tensor) or source.is_cuda or (into and not args[0].is_cuda):
             return original(*args, **kwargs)
+        ordinal = self._next_ordinal()
         if not self.mode:
-            return self._observed(original, source, args, kwargs)
+            return self._observed(original, source, args, kwargs, ordinal)
         if self.mode == PINNED.name:
-            return self._pinned(original, source, args, kwargs, into)
+            return self._pinned(original, source, args, kwargs, into, ordinal)
         if into:
             return args[0] if self.answering else original(*args, **kwargs)
-        return self._answered(original, args, kwargs, (source.shape, source.dtype))
+        return self._answered(original, args, kwargs, (source.shape, source.dtype), ordinal)
 
     def build(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`torch.tensor(values, device=...)` and its like."""
@@ -92,26 +101,32 @@ class NeutralCopy(OrderedCalls):
             return result
         if self.mode == PINNED.name:
             return original(*args, **kwargs)
-        return self._answered(original, args, kwargs, (original.__name__, _size(args)))
+        return self._answered(original, args, kwargs, (original.__name__, _size(args)), self._next_ordinal())
 
-    def _observed(self, original: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observed(self, original: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ordinal: int) -> Any:
         result = original(*args, **kwargs)
         if self.observing and result.is_cuda:
             self.num_calls += 1
             self._num_pinned += bool(source.is_pinned())
-            self._pin(source)
+            self._pin(source, ordinal)
+        elif self.observing:
+            self._on_host.add(ordinal)
         return result
 
-    def _pin(self, source: Any) -> None:
+    def _pin(self, source: Any, ordinal: int) -> None:
         if not self._pinning and not source.is_pinned():
             return
         try:
-            self._twins.of(source, make=True)
+            self._twins.of(source, ordinal, make=True)
         except RuntimeError as error:
             self._problem = f"a pinned twin cannot be made ({str(error).splitlines()[0]})"
 
-    def _pinned(self, original: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: bool) -> Any:
-        twin = self._twins.of(source, make=self.step_in_block < self.edge)
+    def _pinned(
+        self, original: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: bool, ordinal: int
+    ) -> Any:
+        if ordinal in self._on_host:
+            return original(*args, **kwargs)
+        twin = self._twins.of(source, ordinal, make=self.step_in_block < self.edge)
         if twin is None:
             return original(*args, **kwargs)
         if into:
@@ -119,8 +134,9 @@ class NeutralCopy(OrderedCalls):
         words = [each for each in args[1:] if not isinstance(each, bool)]  # a positional non_blocking
         return original(twin, *words, **{**kwargs, "non_blocking": True})
 
-    def _answered(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any) -> Any:
-        ordinal = self._next_ordinal()
+    def _answered(
+        self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any, ordinal: int
+    ) -> Any:
         kept = self._kept.get(ordinal)
         if self.answering and kept is not None and kept[0] == signature:
             return kept[1]

@@ -9,7 +9,7 @@ loader it must be its own batches that come: then both sides begin the loader an
 same random state, so that it gives the same batches in the same order to both.
 
 Those take whole epochs a block: on an H200 two of them had used up the 140 s of a loop of 41 ms a step before any of
-the others was tried. So they come last, and what they need at least is kept back while the others have more than that.
+the others was tried. So the door orders them behind those that cure as much, and what they need at least is kept back.
 
 The time is kept: what does not fit into it is not begun, and what runs when it is over is cut, a compilation included.
 """
@@ -98,7 +98,7 @@ class TreatmentsTrial:
         self.verdicts: list[Verdict] = []
         self.deferred: list[tuple[Treatment, str]] = []
         self.over = False
-        self._treatments = tuple(sorted(treatments, key=lambda each: each.name in _LOADER))
+        self._treatments = tuple(treatments)
         self._live = live
         self._limits = limits or TreatmentLimits()
         self._accepted = [(treatment, verdict) for treatment, verdict in earlier if verdict.accepted]

@@ -225,6 +225,24 @@ def test_a_pageable_copy_gets_a_pinned_twin(device: Any) -> None:
     assert not next(arm for arm in outcome.arms if arm.mode == "gone").prediction
 
 
+def test_two_copies_of_one_shape_on_a_line_keep_their_own_values(device: Any) -> None:
+    """Tokens and labels, made anew in each step: memory comes back, and no batch is ever the same object again."""
+    loop = Loop()
+    wrong = []
+
+    def step(number: int) -> None:
+        tokens, labels = torch.randint(100, 200, (8,)), torch.randint(0, 5, (8,))
+        tokens, labels = (each.float().to("cuda") for each in (tokens, labels))  # both
+        with perfdoctor.allow_sync("looking"):
+            if tokens.min() < 100 or labels.max() > 4:
+                wrong.append(number)
+        loop.train(loop.pool[0].cuda(), lambda loss: None)
+
+    outcome = tried(device, loop, step, finding("both", "pageable-copy", "h2d_pageable"))
+    assert {arm.mode for arm in outcome.arms} >= {"pinned", "gone"}
+    assert wrong == []
+
+
 def test_a_tensor_built_for_its_copy_is_made_once(device: Any) -> None:
     loop = Loop()
     weights = []

@@ -337,13 +337,6 @@ def test_parity_text_of_a_bitwise_claim() -> None:
     assert noisy.text.startswith("losses differ as those of the loop itself do: largest difference 1.91e-06")
 
 
-def test_those_that_change_the_loader_come_last_whatever_the_order() -> None:
-    names = ("prefetch", "gc_frozen", "dataloader_workers", "set_to_none")
-    trial = TreatmentsTrial([treatment(name) for name in names], LiveLoop())
-    trial.close()
-    assert [each.name for each in trial._treatments] == ["gc_frozen", "set_to_none", "prefetch", "dataloader_workers"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "waiting", "share"),
     [
