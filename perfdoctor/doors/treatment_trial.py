@@ -347,17 +347,17 @@ class _Run:
 
 
 def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Treatment]:
-    """Those that cure what was found, by what would come back, those that change the loader behind them, for they take
-    whole epochs; then the others, those that compile last."""
+    """Those that cure what was found first, by what would come back; then the others, those that compile last. Those
+    that change the loader come behind all: they take whole epochs."""
     codes = [finding.code for finding in diagnosis.findings]
     names = list(dict.fromkeys(name for code in codes for name in treatments_for(code)))
     last = len(names)
 
     loader = {each.name for each in LOADER}
 
-    def place(each: Treatment) -> tuple[bool, bool, bool, int, bool]:
-        index, compiles = names.index(each.name) if each.name in names else last, each.name.startswith("compile")
-        return index == last, index == last and compiles, each.name in loader, index, compiles
+    def place(each: Treatment) -> tuple[bool, int, bool]:
+        index = names.index(each.name) if each.name in names else last
+        return each.name in loader, index, each.name.startswith("compile")
 
     return sorted(treatments, key=place)
 
