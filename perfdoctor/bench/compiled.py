@@ -14,7 +14,6 @@ import gc
 import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from typing import Any
 import torch
 
 import perfdoctor
-from perfdoctor.bench.loops import LOOPS
+from perfdoctor.bench.loops import LOOPS, block_ns, comma_separated
 from perfdoctor.bench.measurement import Measurement
 from perfdoctor.bench.result import conditions_line
 from perfdoctor.treat.treatment import Loop
 
 _SEED = 11
 _FIRST_STEPS = 6  # compiled, warmed up and recorded within these, in every mode
+_WARMUP = 2
 
 _HEAD = f"{'loop':16} {'mode':16} {'first s':>10} {'compile s':>10} {'eager ms':>10} {'then ms':>10} {'back after':>14}"
 
@@ -69,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(conditions_line() + ("" if device.type == "cuda" else ": tiny loops, times mean nothing"))
-    print(
-        f"{'loop':16} {'mode':16} {'first s':>10} {'compile s':>10} {'eager ms':>10} {'then ms':>10} {'back after':>14}"
-    )
+    print(_HEAD)
     for loop in options.loops:
         for mode in options.modes:
             print(measure_cost(loop, mode, device, options.rounds, options.steps), flush=True)
@@ -85,11 +83,11 @@ def measure_cost(name: str, mode: str, device: torch.device, rounds: int, steps:
     eager, compiled = (_built(name, device) for _ in range(2))
     assert compiled.model is not None
     call = perfdoctor.compile_model(compiled.model, mode=mode)
-    _block_ns(compiled, _FIRST_STEPS)
+    block_ns(compiled, steps=_FIRST_STEPS, warmup=_WARMUP)
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            times[which].append(_block_ns((eager, compiled)[which], steps))
+            times[which].append(block_ns((eager, compiled)[which], steps=steps, warmup=_WARMUP))
     report = call.report()
     call.undo()
     return CompileCost(
@@ -107,36 +105,13 @@ def _built(name: str, device: torch.device) -> Loop:
     return LOOPS[name](device, device.type == "cpu")
 
 
-def _block_ns(loop: Loop, steps: int) -> float:
-    """Mean time of a step, behind two that do not count."""
-    assert loop.train_step is not None
-    batches = iter(loop.loader or ())
-    for _ in range(2):
-        loop.train_step(*next(batches))
-    _settle(loop.device)
-    start = time.perf_counter_ns()
-    for _ in range(steps):
-        loop.train_step(*next(batches))
-    _settle(loop.device)
-    return (time.perf_counter_ns() - start) / steps
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _options(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(prog="scripts/bench compiled", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--loops", type=_names, default=["single_tensor", "conv_resident"])
-    parser.add_argument("--modes", type=_names, default=["default", "reduce-overhead"])
+    parser.add_argument("--loops", type=comma_separated, default=["single_tensor", "conv_resident"])
+    parser.add_argument("--modes", type=comma_separated, default=["default", "reduce-overhead"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     return parser.parse_args(argv)
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Small training loops of our own, each with one cost, on which treatments are measured.
 
-Each is a `Loop` with live objects, as a user's script has them: `for batch in loop.loader: loop.train_step(*batch)`.
+Each is a `Loop` with live objects, as a user's script has them: `for batch in loop.loader: loop.train_step(*batch)`,
+and `block_ns` times a block of such steps.
 `tiny=True` shrinks everything to run on a CPU in milliseconds.
 """
 
@@ -271,3 +272,27 @@ SHOWS: dict[str, tuple[str, ...]] = {
     "conv_resident": ("no-tensor-cores", "fusion", "launch-bound"),
     "slow_loader": ("data-wait",),
 }
+
+
+def block_ns(loop: Loop, *, steps: int, warmup: int) -> float:
+    """Mean time of a step, behind `warmup` that do not count."""
+    assert loop.train_step is not None
+    batches = iter(loop.loader or ())
+    for _ in range(warmup):
+        loop.train_step(*next(batches))
+    _settle(loop.device)
+    start = time.perf_counter_ns()
+    for _ in range(steps):
+        loop.train_step(*next(batches))
+    _settle(loop.device)
+    return (time.perf_counter_ns() - start) / steps
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def comma_separated(text: str) -> list[str]:
+    """The type of an option that takes names: 'a,b' is ['a', 'b']."""
+    return [name for name in text.split(",") if name]

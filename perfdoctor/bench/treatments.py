@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from perfdoctor.bench.loops import LOOPS, SHOWS
+from perfdoctor.bench.loops import LOOPS, SHOWS, block_ns, comma_separated
 from perfdoctor.bench.measurement import Measurement
 from perfdoctor.bench.result import conditions_line
 from perfdoctor.errors import TreatmentRefused
@@ -168,29 +168,10 @@ def _in_turn(plan: Plan, loop: Loop, treatment: Treatment) -> tuple[Measurement,
         for treated in (False, True) if turn % 2 == 0 else (True, False):
             if treated:
                 with treatment.applied(loop) as inside:
-                    times[True].append(_block_ns(plan, inside))
+                    times[True].append(block_ns(inside, steps=plan.steps, warmup=_WARMUP))
             else:
-                times[False].append(_block_ns(plan, loop))
+                times[False].append(block_ns(loop, steps=plan.steps, warmup=_WARMUP))
     return tuple(Measurement(name=treatment.name, times_ns=tuple(times[key])) for key in (False, True))  # type: ignore[return-value]
-
-
-def _block_ns(plan: Plan, loop: Loop) -> float:
-    """Mean time of a step, the first few left out."""
-    assert loop.train_step is not None
-    batches = iter(loop.loader or ())
-    for _ in range(_WARMUP):
-        loop.train_step(*next(batches))
-    _settle(plan.device)
-    start = time.perf_counter_ns()
-    for _ in range(plan.steps):
-        loop.train_step(*next(batches))
-    _settle(plan.device)
-    return (time.perf_counter_ns() - start) / plan.steps
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _built(plan: Plan, build: Build) -> Loop:
@@ -217,8 +198,8 @@ def _clean_up(treatment: Treatment) -> None:
 
 def _options(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(prog="scripts/bench treatments")
-    parser.add_argument("--loops", type=_names, default=[])
-    parser.add_argument("--treatments", type=_names, default=[])
+    parser.add_argument("--loops", type=comma_separated, default=[])
+    parser.add_argument("--treatments", type=comma_separated, default=[])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--budget", type=float, default=140.0, help="seconds after which no new cell is begun")
@@ -226,10 +207,6 @@ def _options(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--tiny", action="store_true", help="small sizes, as on a CPU")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 if __name__ == "__main__":

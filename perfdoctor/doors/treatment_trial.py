@@ -29,9 +29,8 @@ from perfdoctor.doors.trial import files_of, refuse_ranks
 from perfdoctor.errors import INTERRUPTED, SessionError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
-from perfdoctor.treat.cures import treatments_for
+from perfdoctor.treat.cures import OF_THE_LOADER, treatments_for
 from perfdoctor.treat.switches import TREATMENTS, treatment
-from perfdoctor.treat.switches_loader import LOADER
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.live_obstacles import kept_state, undecided
@@ -353,11 +352,9 @@ def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Trea
     names = list(dict.fromkeys(name for code in codes for name in treatments_for(code)))
     last = len(names)
 
-    loader = {each.name for each in LOADER}
-
     def place(each: Treatment) -> tuple[bool, int, bool]:
         index = names.index(each.name) if each.name in names else last
-        return each.name in loader, index, each.name.startswith("compile")
+        return each.name in OF_THE_LOADER, index, each.name.startswith("compile")
 
     return sorted(treatments, key=place)
 

@@ -7,10 +7,10 @@ recording (the dataset, the model) it says itself, when it is tried.
 from __future__ import annotations
 
 from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.treat.cures import OF_THE_LOADER
 
 # Treatments that change one whole step, given as a function: no script on trial has one.
 NEED_A_FUNCTION = frozenset({"graphed_step"})
-_NEED_A_LOADER = frozenset({"prefetch", "dataloader_workers", "pin_memory", "persistent_workers"})
 _NEED_CUDA = frozenset(
     {
         "prefetch", "pin_memory", "log_every_n", "our_clip", "tf32", "cudnn_benchmark", "compile_reduce_overhead",
@@ -40,7 +40,7 @@ def _ruled_out(diagnosis: Diagnosis) -> set[str]:
     silent = cpus is None and any(note.code in _MARKS_NOTHING for note in diagnosis.notes)
     unmarked = not silent and any(row.check == "data-wait" for row in diagnosis.skipped)
     if workers is None and (unmarked or watches_itself(diagnosis)):  # no loader, or none of torch's
-        out |= _NEED_A_LOADER
+        out |= OF_THE_LOADER
     if workers or (cpus is not None and cpus < 2):
         out.add("dataloader_workers")
     if workers == 0:

@@ -23,6 +23,8 @@ CURES: dict[str, tuple[str, ...]] = {
     "cudnn_benchmark": (),
 }
 
+# These give the loop another loader, or its loader other settings.
+OF_THE_LOADER = frozenset({"prefetch", "dataloader_workers", "pin_memory", "persistent_workers"})
 
 # A mask or a data-dependent size is needed in every step: reading every Nth leaves it as it is.
 _ONLY_FOR = {

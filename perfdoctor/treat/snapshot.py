@@ -114,7 +114,7 @@ class KeptOptimizer:
     def of(cls, optimizer: torch.optim.Optimizer, keep: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         state = {p: _copied(held) for p, held in optimizer.state.items()}
         groups = tuple((group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups)
-        found = [*_tensors(list(state.values())), *_tensors([{**held, "params": ()} for _, held in groups])]
+        found = [*tensors_in(list(state.values())), *tensors_in([{**held, "params": ()} for _, held in groups])]
         unique = {id(tensor): tensor for tensor in found}
         return cls(optimizer, state, groups, tuple(KeptTensor.of(tensor, keep) for tensor in unique.values()))
 
@@ -261,11 +261,12 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def _keeper(
@@ -275,7 +276,7 @@ def _keeper(
         return torch.clone
     grads = [p.grad for p in parameters if p.is_leaf and p.grad is not None]
     buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-    state = [tensor for opt in optimizers for tensor in _tensors(list(opt.state.values()))]
+    state = [tensor for opt in optimizers for tensor in tensors_in(list(opt.state.values()))]
     needed = sum(t.numel() * t.element_size() for t in (*parameters, *grads, *buffers, *state) if t.is_cuda)
     if not needed:
         return torch.clone

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
+from perfdoctor.treat.snapshot import tensors_in
 from perfdoctor.treat.treatment import Loop
 from perfdoctor.trial.loader_replay import fresh, note_loaders
 from perfdoctor.watch.patches import Patches
@@ -120,7 +121,7 @@ class LiveLoop:
     def _device_of(self, trained: Iterable[torch.Tensor]) -> torch.device:
         """Where the loop computes: what it trains, else a loss, else parts that it calls or its batches."""
         called = (p for module in self._modules.values() for p in module.parameters())
-        found = [next((each.device for each in kind), None) for kind in (trained, called, _tensors(self._cache))]
+        found = [next((each.device for each in kind), None) for kind in (trained, called, tensors_in(self._cache))]
         devices = (found[0], self._device, *found[1:])
         return next((each for each in devices if each is not None), torch.device("cpu"))
 
@@ -207,15 +208,6 @@ def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             yield leaf
         waiting += [each for each, _ in node.next_functions]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _nothing() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from perfdoctor.treat.switches_loader import LOADER
+from perfdoctor.treat.cures import OF_THE_LOADER
 from perfdoctor.treat.treatment import Loop, Treatment
 from perfdoctor.trial.deadline import Deadline
 from perfdoctor.trial.dropout import dropouts
@@ -56,7 +56,6 @@ from perfdoctor.watch.clocks import Stamp, elapsed_ns
 OBSERVED_STEPS = 10
 MOST_ROUNDS = 16
 _MOST_COUNTED = 200
-_LOADER = frozenset(each.name for each in LOADER)
 _FOR_THE_BEST = 0.2  # of the time: kept back for the best together
 _FOR_LOADERS = 0.5  # of what is left, at most: kept back for those that change the loader
 _FOR_PROCESSES = 0.4  # of the time: kept back for treatments that are tried in processes of their own
@@ -320,7 +319,7 @@ class TreatmentsTrial:
     def _share(self, now: float) -> float:
         """Seconds for the blocks of the treatment that is tried now."""
         left = max((1 - _FOR_THE_BEST) * self._seconds - (now - self._began), 0.0)
-        others = [each for each in self._waiting if each.name not in _LOADER]
+        others = [each for each in self._waiting if each.name not in OF_THE_LOADER]
         if others:
             left -= min((len(self._waiting) - len(others)) * self._least_of_loaders(), _FOR_LOADERS * left)
         return min(self._limits.each_seconds, left / max(len(others or self._waiting), 1))

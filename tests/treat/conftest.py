@@ -16,3 +16,13 @@ def device(request):
     else:
         with perfdoctor.emulate_cuda():
             yield "cuda"
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def computing_device(request):
+    """Where all is made and computed: the CPU, or the emulated device, on for the time of the test."""
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    with perfdoctor.emulate_cuda():
+        yield "cuda"

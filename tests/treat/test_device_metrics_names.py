@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
 
-from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import UsageError
 from perfdoctor.treat.device_metrics import DeviceMetrics
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu":
-        yield "cpu"
-    else:
-        with emulate_cuda():
-            yield "cuda"
+@pytest.fixture
+def device(computing_device: str) -> str:
+    return computing_device
 
 
 class _Failing(torchmetrics.Metric):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,20 +12,15 @@ from hypothesis import strategies as st
 from nonfinite_loops import model_on, sent, spoil, train
 from torch import nn
 
-from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import NonFiniteError
 from perfdoctor.treat.nonfinite import NonFiniteWatch
 from perfdoctor.treat.nonfinite_hits import NonFiniteHit
 from perfdoctor.watch.sync_guard import sync_guard
 
 
-@pytest.fixture(params=["cpu", "emulated"])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu":
-        yield "cpu"
-        return
-    with emulate_cuda():
-        yield "cuda"
+@pytest.fixture
+def device(computing_device: str) -> str:
+    return computing_device
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -10,20 +10,15 @@ import torch
 from nonfinite_loops import model_on
 from torch import nn
 
-from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat.module_tree import ModuleTree
 from perfdoctor.treat.nonfinite import NonFiniteWatch
 from perfdoctor.treat.nonfinite_hits import NonFiniteHit
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu":
-        yield "cpu"
-    else:
-        with emulate_cuda():
-            yield "cuda"
+@pytest.fixture
+def device(computing_device: str) -> str:
+    return computing_device
 
 
 def _replace(model: nn.Sequential, device: str) -> None:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from nonfinite_loops import model_on, spoil
 
-from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import NonFiniteError, TreatmentRefused, UsageError
 from perfdoctor.treat.nonfinite import NonFiniteWatch
 
 
-@pytest.fixture(params=["cpu", "emulated"])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu":
-        yield "cpu"
-        return
-    with emulate_cuda():
-        yield "cuda"
+@pytest.fixture
+def device(computing_device: str) -> str:
+    return computing_device
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import perfdoctor
 from perfdoctor.errors import UsageError
-from perfdoctor.treat.cures import CURES, treatments_for
+from perfdoctor.treat.cures import CURES, OF_THE_LOADER, treatments_for
 from perfdoctor.treat.switches import TREATMENTS, treated, treatment
+from perfdoctor.treat.switches_loader import LOADER
 from perfdoctor.treat.treatment import Loop
 
 
@@ -318,3 +319,7 @@ def test_no_treatment_adds_a_sync(name: str) -> None:
 def test_a_loop_of_other_things_says_what_it_needs(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Loop(**given)
+
+
+def test_those_that_change_the_loader_are_known_by_name() -> None:
+    assert {each.name for each in LOADER} == OF_THE_LOADER

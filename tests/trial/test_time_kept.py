@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
+from treatment_runs import Over, run_trial
 
 from perfdoctor.doors import treatment_trial
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
@@ -25,12 +26,6 @@ from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
 from perfdoctor.watch.clocks import stamp_now
 from perfdoctor.watch.patches import Patches
-from perfdoctor.watch.steps import StepDetector
-
-
-class _Over(BaseException):
-    pass
-
 
 SIGNALS = (signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR2)
 PAUSE = {"s": 0.002}
@@ -60,25 +55,8 @@ def _train() -> None:
 
 
 def _run(*treatments: Treatment, seconds: float) -> TreatmentsTrial:
-    live = LiveLoop()
-
-    def ended() -> None:
-        raise _Over
-
     limits = TreatmentLimits(seconds=seconds, each_seconds=1e6, rounds=10**6)
-    trial = TreatmentsTrial(treatments, live, limits=limits, ended=ended)
-    steps = StepDetector(stamp_now, trial.step_ended)
-    live.install()
-    steps.install()
-    try:
-        _train()
-    except _Over:
-        pass
-    finally:
-        trial.close()
-        steps.remove()
-        live.remove()
-    return trial
+    return run_trial(treatments, _train, limits, failures_told=False)
 
 
 def _with_forward(name: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> Treatment:
@@ -131,10 +109,10 @@ def test_a_first_step_that_goes_on_and_on_is_cut_and_said() -> None:
 
 def test_a_loop_whose_steps_nobody_sees_is_ended_too() -> None:
     def ended() -> None:
-        raise _Over
+        raise Over
 
     trial = TreatmentsTrial((_treatment("plain"),), LiveLoop(), limits=TreatmentLimits(seconds=0.2), ended=ended)
-    with pytest.raises(_Over):
+    with pytest.raises(Over):
         threading.Event().wait(60)
     trial.close()
     assert [verdict.reason for verdict in trial.verdicts] == ["not tried: the time was spent (--seconds)"]
@@ -197,13 +175,13 @@ def test_a_script_that_catches_its_end_is_ended_at_its_next_step() -> None:
 
     def ended() -> None:
         ends.append("ended")
-        raise _Over
+        raise Over
 
     trial = TreatmentsTrial((_treatment("plain"),), LiveLoop(), limits=TreatmentLimits(seconds=0.1), ended=ended)
-    with suppress(_Over):
+    with suppress(Over):
         threading.Event().wait(60)
     for _ in range(2):
-        with pytest.raises(_Over):
+        with pytest.raises(Over):
             trial.step_ended(stamp_now())
     assert len(ends) == 3
     assert len(trial.verdicts) == 1

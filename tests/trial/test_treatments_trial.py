@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from treatment_runs import Over, run_trial
 
 from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
@@ -21,14 +22,7 @@ from perfdoctor.trial.loop_state import LoopState
 from perfdoctor.trial.treated_steps import TreatedSteps
 from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
 from perfdoctor.trial.verdict import judge_parity
-from perfdoctor.watch.clocks import stamp_now
 from perfdoctor.watch.patches import Patches
-from perfdoctor.watch.steps import StepDetector
-
-
-class _Over(BaseException):
-    pass
-
 
 PAUSE_S = 0.025  # far over what a busy machine takes from a step
 
@@ -57,26 +51,7 @@ def _train(steps: int = 5000) -> None:
 
 
 def _run(*treatments: Treatment, train: Callable[[], None] = _train) -> TreatmentsTrial:
-    live = LiveLoop()
-
-    def ended() -> None:
-        raise _Over
-
-    trial = TreatmentsTrial(treatments, live, limits=TreatmentLimits(seconds=30, rounds=6), ended=ended)
-    steps = StepDetector(stamp_now, trial.step_ended)
-    live.install()
-    steps.install()
-    try:
-        train()
-    except _Over:
-        pass
-    except Exception as error:
-        trial.fail(error)
-    finally:
-        trial.close()
-        steps.remove()
-        live.remove()
-    return trial
+    return run_trial(treatments, train, TreatmentLimits(seconds=30, rounds=6), failures_told=True)
 
 
 @contextmanager
@@ -285,12 +260,12 @@ def _stopped_after(number: int) -> list[torch.Tensor]:
         nonlocal seen
         seen += 1
         if seen == number:
-            raise _Over
+            raise Over
 
     handle = register_optimizer_step_post_hook(stop)
     try:
         _train_words(0.0)
-    except _Over:
+    except Over:
         pass
     finally:
         handle.remove()
