@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As of a job in the background (`nohup scripts/test &`): scripts that tests interrupt would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# As of a job in the background (`nohup scripts/test &`): scripts that tests interrupt would inherit that.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 
 # An example that takes long is no fault: this says nothing about speed, and a busy machine takes as long as it likes.
 # CI asks whether something that worked is broken, with the same examples each time; new ones are looked for by hand.

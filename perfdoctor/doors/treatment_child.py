@@ -41,7 +41,8 @@ from perfdoctor.trial.live_obstacles import AT_FIRST_CALL
 from perfdoctor.trial.process_run import ProcessOrder, ProcessRun
 from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.treated_steps import PARITY_STEPS
-from perfdoctor.trial.treatments_trial import loader_period, refusal_of
+from perfdoctor.trial.treatment_time import loader_period
+from perfdoctor.trial.treatments_trial import refusal_of
 from perfdoctor.trial.verdict import failed
 from perfdoctor.watch.clocks import Stamp, cuda_active, elapsed_ns
 from perfdoctor.watch.steps import StepDetector
@@ -197,7 +198,7 @@ class TreatedProcess:
         if cuda_active():
             torch.cuda.reset_peak_memory_stats(loop.device)
         stamps = [first]
-        for _ in range(self._order.counted or _counted(step_ns, loader_period(loop.loader, _MOST_COUNTED))):
+        for _ in range(self._order.counted or _counted(step_ns, loader_period(loop.loader, step_ns))):
             stamps.append((yield 1))
         self._step_ns = [elapsed_ns(a, b) for a, b in pairwise(stamps)]
         if loop.device.type == "cuda" and cuda_active():

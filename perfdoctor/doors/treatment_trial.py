@@ -37,7 +37,8 @@ from perfdoctor.trial.live_obstacles import kept_state, undecided
 from perfdoctor.trial.process_rounds import Candidate, ProcessRounds
 from perfdoctor.trial.process_run import ProcessOrder
 from perfdoctor.trial.sandbox import Sandbox
-from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
+from perfdoctor.trial.treatment_time import TreatmentLimits
+from perfdoctor.trial.treatments_trial import TreatmentsTrial
 from perfdoctor.trial.verdict import Verdict, untried
 from perfdoctor.watch.clocks import stamp_now
 from perfdoctor.watch.plan import Plan, Stage
@@ -346,15 +347,15 @@ class _Run:
 
 
 def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Treatment]:
-    """Those that cure what was found first, by what would come back; then the others, those that compile last. Those
-    that change the loader come behind all: they take whole epochs."""
+    """Those that cure what was found first, by what would come back; then the others, those that compile last, but for
+    those that change the loader: they take longer blocks."""
     codes = [finding.code for finding in diagnosis.findings]
     names = list(dict.fromkeys(name for code in codes for name in treatments_for(code)))
     last = len(names)
 
-    def place(each: Treatment) -> tuple[bool, int, bool]:
+    def place(each: Treatment) -> tuple[int, bool, bool]:
         index = names.index(each.name) if each.name in names else last
-        return each.name in OF_THE_LOADER, index, each.name.startswith("compile")
+        return index, each.name in OF_THE_LOADER, each.name.startswith("compile")
 
     return sorted(treatments, key=place)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing.util
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +23,8 @@ from perfdoctor.watch.surroundings import usable_cpus
 
 NO_LOADER = "the loop's loader is not known (no DataLoader was iterated; in Python: Loop(loader=...))"
 _MOST_WORKERS = 8
+_SOCKET_NAME_BYTES = len("/pymp-12345678/listener-12345678")
+_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less the closing zero
 _ORDER = (
     "the sampler draws in the training process, so batches and their order stay; a dataset that draws random numbers "
     "itself draws others in a worker (kept by hand, workers that persist draw one seed less from torch's generator in "
@@ -46,10 +51,28 @@ def _refuse_workers(loop: Loop) -> str | None:
         return f"the loader has {format_plural(loader.num_workers, 'worker')} already"
     if usable_cpus() < 2:
         return "this process may use one CPU; a worker would only take turns with it"
+    if _is_socket_path_too_long():
+        return (
+            f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name: workers hand tensors over "
+            "by sockets in it, and would stand still (set TMPDIR to a shorter one)"
+        )
     on_device = [name for name, value in getattr(loader.dataset, "__dict__", {}).items() if _on_device(value)]
     if on_device:
         return f"the dataset's {on_device[0]} lies on the device, which a worker process cannot use"
     return None
+
+
+def _is_socket_path_too_long() -> bool:
+    """Whether a worker's socket, TMPDIR/pymp-xxxxxxxx/listener-xxxxxxxx, cannot be bound.
+
+    The error comes in a thread of the worker, which prints it and loses the batch: the loop waits for ever.
+    """
+    sharing: Any = torch.multiprocessing
+    if sharing.get_sharing_strategy() != "file_descriptor":
+        return False
+    if hasattr(multiprocessing.util, "_SUN_PATH_MAX"):  # a Python (3.14, late 3.13) that then takes another folder
+        return False
+    return len(os.fsencode(tempfile.gettempdir())) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES
 
 
 def _on_device(value: object) -> bool:

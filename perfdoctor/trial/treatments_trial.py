@@ -16,25 +16,25 @@ The time is kept: what does not fit into it is not begun, and what runs when it 
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from perfdoctor.treat.cures import OF_THE_LOADER
 from perfdoctor.treat.treatment import Loop, Treatment
 from perfdoctor.trial.deadline import Deadline
 from perfdoctor.trial.dropout import dropouts
-from perfdoctor.trial.estimate import FEWEST_PAIRS, claimed, estimate, paired
+from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, claimed, estimate, paired
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.loop_state import LoopState
 from perfdoctor.trial.schedule import counted_steps
-from perfdoctor.trial.treated_steps import EDGE, PARITY_STEPS, Steps, TreatedBlock, TreatedSteps, settled_after
+from perfdoctor.trial.treated_steps import Steps, TreatedBlock, TreatedSteps, settled_after
+from perfdoctor.trial.treatment_time import Patience, TreatmentLimits, TreatmentTime, loader_period
 from perfdoctor.trial.verdict import (
+    MOST_BASES,
     NOT_COMPARED,
     SPENT,
     Parity,
@@ -43,6 +43,7 @@ from perfdoctor.trial.verdict import (
     allowed_differences,
     cut_off,
     failed,
+    is_doubtful,
     judge_parity,
     judged,
     refused,
@@ -54,26 +55,11 @@ from perfdoctor.units import format_plural
 from perfdoctor.watch.clocks import Stamp, elapsed_ns
 
 OBSERVED_STEPS = 10
-MOST_ROUNDS = 16
-_MOST_COUNTED = 200
-_FOR_THE_BEST = 0.2  # of the time: kept back for the best together
-_FOR_LOADERS = 0.5  # of what is left, at most: kept back for those that change the loader
 _FOR_PROCESSES = 0.4  # of the time: kept back for treatments that are tried in processes of their own
 
 
 class _Spent(BaseException):
     """The time is over: thrown into what waits for the end of a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreatmentLimits:
-    """How long the trial may take: in all, and the blocks of one treatment, its share of what is left at most.
-
-    At least six rounds are run."""
-
-    seconds: float = 180.0
-    each_seconds: float = 20.0
-    rounds: int = MOST_ROUNDS
 
 
 class TreatmentsTrial:
@@ -103,20 +89,18 @@ class TreatmentsTrial:
         self._accepted = [(treatment, verdict) for treatment, verdict in earlier if verdict.accepted]
         self._ended = ended
         self._elsewhere = elsewhere
-        self._seconds = self._limits.seconds
         self._waiting: list[Treatment] = []  # still to be tried, the one that is tried now included
         self._treated: TreatedSteps | None = None  # once the loop is known
         self._doing = ""  # with the treatment that is tried, for a verdict that it is cut off in
         self._parity = NOT_COMPARED  # of the treatment that is tried
-        self._step_ns = 0.0
-        self._began = time.perf_counter()
+        self._time = TreatmentTime(began=time.perf_counter(), seconds=self._limits.seconds)
         self._deadline = Deadline(self._end_of_time)
         self._over_time = self._sending = False
-        # Losses of the loop as it is, twice; by whether batches are replayed, and dropout is off.
-        self._base: dict[tuple[bool, bool], tuple[list[float], list[float]]] = {}
+        # Losses of the loop as it is, twice or more; by whether batches are replayed, and dropout is off.
+        self._base: dict[tuple[bool, bool], list[list[float]]] = {}
         self._steps = self._all()
         self._left = next(self._steps)
-        self._deadline.set(self._began + self._seconds)  # whether or not a step comes to its end
+        self._deadline.set(self._time.over)  # whether or not a step comes to its end
 
     @property
     def active(self) -> str:
@@ -187,16 +171,16 @@ class TreatmentsTrial:
         """Everything in order; each `yield n` lets n steps run and gets the stamp at their end."""
         first = yield OBSERVED_STEPS // 2
         last = yield OBSERVED_STEPS // 2
-        self._step_ns = elapsed_ns(first, last) / (OBSERVED_STEPS // 2)
         loop = self._live.loop()
+        self._time.step_ns, self._time.loader = elapsed_ns(first, last) / (OBSERVED_STEPS // 2), loop.loader
         self._live.stop_looking()
         self._live.held = True
         self._treated = TreatedSteps(self._live, loop, LoopState.take(loop, self._live.leaves()))
         refusals = [refusal_of(treatment, loop) for treatment in self._treatments]
         reasons = [self._elsewhere(treatment, loop) for treatment in self._treatments]
         if any(reason and not refusal for reason, refusal in zip(reasons, refusals, strict=True)):
-            self._seconds *= 1 - _FOR_PROCESSES
-        self._deadline.set(self._began + self._seconds)
+            self._time.seconds *= 1 - _FOR_PROCESSES
+        self._deadline.set(self._time.over)
         found = zip(self._treatments, refusals, reasons, strict=True)
         self._waiting = [each for each, refusal, reason in found if not (refusal or reason)]
         for treatment, refusal, reason in zip(self._treatments, refusals, reasons, strict=True):
@@ -204,7 +188,7 @@ class TreatmentsTrial:
                 self.verdicts.append(refused(treatment.name, refusal))
             elif reason:
                 self.deferred.append((treatment, reason))
-            elif not self._suffices(1 - _FOR_THE_BEST):
+            elif self._time.remaining_for_each() < self._time.least():
                 self.verdicts.append(untried(treatment.name, SPENT))
                 self._waiting.remove(treatment)
             else:
@@ -213,22 +197,12 @@ class TreatmentsTrial:
         self._waiting.clear()
         yield from self._try_best(self._treated)
 
-    def _remaining(self, share: float = 1.0) -> float:
-        """Seconds left of a share of the time."""
-        return 0.0 if self._over_time else share * self._seconds - (time.perf_counter() - self._began)
-
-    def _suffices(self, share: float = 1.0) -> bool:
-        """Whether six rounds fit into what is left of a share of the time."""
-        blocks = 2 * FEWEST_PAIRS + 1
-        steps = 2 * PARITY_STEPS + blocks * (EDGE + counted_steps(self._step_ns))
-        return steps * self._step_ns / 1e9 < self._remaining(share)
-
     def _try_best(self, treated: TreatedSteps) -> Steps:
         found = [(t, v) for v in self.verdicts if v.accepted for t in self._treatments if t.name == v.treatment]
         accepted = sorted((*self._accepted, *found), key=lambda pair: -_saved(pair[1]))
         if len(accepted) < 2:
             return
-        if not self._suffices():
+        if self._time.remaining() < self._time.least():
             self.verdicts.append(untried(_name([treatment for treatment, _ in accepted]), SPENT))
             return
         best = _compatible([treatment for treatment, _ in accepted], treated.loop)
@@ -250,7 +224,7 @@ class TreatmentsTrial:
             if parity.kept is False:
                 self.verdicts.append(unequal(name, parity))
                 return
-            yield from self._time(treated, treatments, settled_after(stamps), replayed)
+            yield from self._measure(treated, treatments, settled_after(stamps), replayed)
         except _Spent:
             seconds = time.perf_counter() - began
             self.verdicts.append(cut_off(name, self._doing, seconds, self._parity))
@@ -268,40 +242,41 @@ class TreatmentsTrial:
         """Losses with the treatments against those without, `dry`: with no dropout on either side."""
         losses: list[float] = []
         replayed, stamps = yield from treated.compared(treatments, losses, replayed=None, dry=dry)
-        if (replayed, dry) not in self._base:
-            base: tuple[list[float], list[float]] = ([], [])
-            for into in base:
-                yield from treated.compared((), into, replayed=replayed, dry=dry)
-            self._base[replayed, dry] = base
-        return self._judge(treatments, losses, *self._base[replayed, dry]), replayed, stamps
-
-    def _judge(
-        self, treatments: tuple[Treatment, ...], losses: list[float], base: list[float], again: list[float]
-    ) -> Parity:
+        bases = self._base.setdefault((replayed, dry), [])
+        while len(bases) < 2:
+            yield from self._run_as_it_is(treated, bases, replayed=replayed, dry=dry)
         rtol, atol, why = allowed_differences(treatments)
-        return judge_parity(base, again, losses, rtol=rtol, atol=atol, why=why)
+        parity = judge_parity(bases, losses, rtol=rtol, atol=atol, why=why)
+        while is_doubtful(parity, bases[0]) and len(bases) < MOST_BASES:
+            yield from self._run_as_it_is(treated, bases, replayed=replayed, dry=dry)
+            parity = judge_parity(bases, losses, rtol=rtol, atol=atol, why=why)
+        return parity, replayed, stamps
 
-    def _time(self, treated: TreatedSteps, treatments: tuple[Treatment, ...], edge: int, replayed: bool) -> Steps:
+    def _run_as_it_is(self, treated: TreatedSteps, bases: list[list[float]], *, replayed: bool, dry: bool) -> Steps:
+        losses: list[float] = []
+        yield from treated.compared((), losses, replayed=replayed, dry=dry)
+        bases.append(losses)
+
+    def _measure(self, treated: TreatedSteps, treatments: tuple[Treatment, ...], edge: int, replayed: bool) -> Steps:
         # Workers that have just been started fill their queue first.
         edge = edge if replayed else edge + treated.queue
-        period = 1 if replayed else loader_period(treated.loop.loader, _MOST_COUNTED, workers=treated.workers)
-        block = TreatedBlock(edge=edge, counted=counted_steps(self._step_ns, multiple=period), replayed=replayed)
-        needed = (2 * FEWEST_PAIRS + 1) * block.steps * self._step_ns / 1e9
-        if needed > self._remaining():
-            self.verdicts.append(too_long(_name(treatments), needed, self._remaining(), block.steps, self._parity))
+        period = 1 if replayed else loader_period(treated.loop.loader, self._time.step_ns, workers=treated.workers)
+        block = TreatedBlock(edge=edge, counted=counted_steps(self._time.step_ns, multiple=period), replayed=replayed)
+        needed, left = self._time.seconds_of(block), self._time.remaining()
+        if needed > left:
+            self.verdicts.append(too_long(_name(treatments), needed, left, block.steps, self._parity))
             return
         off: list[tuple[Stamp, Stamp]] = []
         on: list[tuple[Stamp, Stamp]] = []
         peaks: dict[bool, list[int]] = {True: [], False: []}
-        began = time.perf_counter()
-        share = self._share(began)
+        patience = Patience(self._time, self._waiting, self._limits)
         try:
             yield from treated.timed((), off, peaks[False], block)
-            for number in range(1, self._limits.rounds + 1):
+            for number in itertools.count(1):
                 self._doing = f"its blocks were timed, round {number}"
                 yield from treated.timed(treatments, on, peaks[True], block)
                 yield from treated.timed((), off, peaks[False], block)
-                if number >= FEWEST_PAIRS and time.perf_counter() - began > share:
+                if number >= FEWEST_PAIRS and patience.ends(number, _saving(off, on, block.counted)):
                     break
         except _Spent:
             num = min(len(on), max(len(off) - 1, 0))
@@ -316,35 +291,11 @@ class TreatmentsTrial:
         lines = tuple(dict.fromkeys(line for treatment in treatments for line in treatment.lines))
         self.verdicts.append(judged(_name(treatments), self._parity, before, after, saving, lines))
 
-    def _share(self, now: float) -> float:
-        """Seconds for the blocks of the treatment that is tried now."""
-        left = max((1 - _FOR_THE_BEST) * self._seconds - (now - self._began), 0.0)
-        others = [each for each in self._waiting if each.name not in OF_THE_LOADER]
-        if others:
-            left -= min((len(self._waiting) - len(others)) * self._least_of_loaders(), _FOR_LOADERS * left)
-        return min(self._limits.each_seconds, left / max(len(others or self._waiting), 1))
 
-    def _least_of_loaders(self) -> float:
-        """Seconds that a treatment of the loader takes at least."""
-        assert self._treated is not None
-        period = loader_period(self._treated.loop.loader, _MOST_COUNTED)
-        steps = (2 * FEWEST_PAIRS + 1) * (EDGE + counted_steps(self._step_ns, multiple=period))
-        return (steps + 2 * PARITY_STEPS) * self._step_ns / 1e9
-
-
-def loader_period(loader: Any, most: int, *, workers: int = 0) -> int:
-    """Steps after which a loader's costs come again: its workers' turns, and an epoch where that is `most` or fewer."""
-    turns = max(workers, getattr(loader, "num_workers", 0), 1)
-    both = math.lcm(turns, _epoch_of(loader))
-    return both if both <= most else turns
-
-
-def _epoch_of(loader: Any) -> int:
-    """Batches of an epoch, 1 where it has no length."""
-    try:
-        return max(len(loader), 1)
-    except TypeError:  # a stream
-        return 1
+def _saving(off: Sequence[tuple[Stamp, Stamp]], on: Sequence[tuple[Stamp, Stamp]], counted: int) -> Estimate:
+    """ns a step. Waits for the device."""
+    before, after = (Side.of(spans, (), counted).times_ns for spans in (off, on))
+    return estimate(paired(before[:-1], after, before[1:]))
 
 
 def refusal_of(treatment: Treatment, loop: Loop) -> str | None:

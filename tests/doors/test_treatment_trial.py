@@ -18,8 +18,10 @@ from perfdoctor.doors.treatment_trial import TreatmentOptions, _ordered, try_tre
 from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import SessionError, UsageError
 from perfdoctor.record.capture import Environment
+from perfdoctor.treat.cures import OF_THE_LOADER
 from perfdoctor.treat.switches import TREATMENTS
-from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
+from perfdoctor.trial.treatment_time import TreatmentLimits
+from perfdoctor.trial.treatments_trial import TreatmentsTrial
 
 LIMITS = TreatmentLimits(seconds=60, each_seconds=3, rounds=6)
 SCRIPT = """
@@ -261,23 +263,32 @@ def test_the_command_to_go_on_names_the_script_and_its_arguments(tmp_path: Path)
     assert json.loads(execute([*few, "--format", "json", script]).text)["again"].endswith(script)
 
 
-def test_those_that_cure_what_was_found_come_first_and_compilation_last() -> None:
-    found = Finding(code="garbage-collection", severity=Severity.COST, title="collects")
+def _names_ordered(*codes: str) -> list[str]:
     diagnosis = Diagnosis(
         source="",
         environment=Environment(),
         step=None,
         binding=Binding.UNKNOWN,
         accounting=None,
-        findings=(found,),
+        findings=tuple(Finding(code=code, severity=Severity.COST, title=code) for code in codes),
         leave_alone=(),
     )
-    names = [each.name for each in _ordered(TREATMENTS, diagnosis)]
+    return [each.name for each in _ordered(TREATMENTS, diagnosis)]
+
+
+def test_those_that_cure_what_was_found_come_first_and_compilation_last_but_for_the_loader_s() -> None:
+    names = _names_ordered("garbage-collection")
     assert names[0] == "gc_frozen"
-    loader = ["prefetch", "persistent_workers", "dataloader_workers", "pin_memory"]
-    assert sorted(names[-4:]) == sorted(loader)  # whole epochs a block
+    assert set(names[-4:]) == OF_THE_LOADER  # longer blocks
     assert all(name.startswith("compile") for name in names[-7:-4])
     assert sorted(names) == sorted(each.name for each in TREATMENTS)
+
+
+def test_a_loader_that_is_what_was_found_is_tried_first() -> None:
+    # One that came last once found no time, though it alone cured the only finding.
+    names = _names_ordered("data-wait", "host-sync", "fusion")
+    assert names[:4] == ["prefetch", "dataloader_workers", "log_every_n", "compile"]
+    assert names[-2:] == ["pin_memory", "persistent_workers"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import multiprocessing.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -222,6 +228,42 @@ def test_workers_load_the_same_batches_in_the_same_order_and_are_ended() -> None
         assert all(worker.is_alive() for worker in workers)
     assert not any(worker.is_alive() for worker in workers)
     assert [labels.tolist() for _, labels in loop.loader] == wanted  # type: ignore[union-attr]
+
+
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+from perfdoctor.treat.switches import treatment
+from perfdoctor.treat.treatment import Loop
+loader = DataLoader(torch.arange(8.0), batch_size=2)
+loop = Loop(device=torch.device("cpu"), loader=loader)
+print(treatment("dataloader_workers").refuses(loop) or "fits")
+with treatment("dataloader_workers").applied(loop):
+    {then}
+"""
+
+
+@pytest.mark.skipif(hasattr(multiprocessing.util, "_SUN_PATH_MAX"), reason="needs a Python before 3.14 (late 3.13)")
+@pytest.mark.parametrize(
+    ("length", "then", "said"),
+    [
+        (75, "print(sum(batch.sum().item() for batch in loader))", "fits\n28.0\n"),
+        (76, "print('not tried: it would stand still')", "has too long a name"),
+    ],
+)
+def test_workers_that_could_not_hand_over_a_tensor_are_refused(length: int, then: str, said: str) -> None:
+    """Their sockets' names are 32 letters longer than that of the folder; Linux takes 107."""
+    root = tempfile.mkdtemp(prefix="w", dir="/tmp")
+    folder = f"{root}/{'x' * (length - len(root) - 1)}"
+    os.mkdir(folder)
+    try:
+        code = [sys.executable, "-c", WORKERS.format(then=then)]
+        found = subprocess.run(
+            code, env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True, timeout=120, check=True
+        )
+        assert said in found.stdout
+    finally:
+        shutil.rmtree(root)
 
 
 def test_treatments_combine_and_come_off_in_reverse() -> None:

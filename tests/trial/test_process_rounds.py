@@ -52,6 +52,7 @@ def _candidate(*names: str) -> Candidate:
 
 
 FUSED, CLIP = ("fused_optimizer",), ("our_clip",)
+FROZEN = ("gc_frozen",)  # claims equal bits
 
 
 def test_a_faster_treatment_in_a_b_b_a_order_with_a_drift_that_cancels() -> None:
@@ -142,6 +143,22 @@ def test_losses_come_first() -> None:
     assert wrong.reason.startswith("not timed, as it changes the numbers more than it claims")
     assert machine.asked.count(FUSED) == 1
     assert right.accepted
+
+
+@pytest.mark.parametrize(("when", "kept"), [(4, True), (99, False)])
+def test_a_script_that_repeats_itself_only_by_chance_is_run_as_it_is_more_often(when: int, kept: bool) -> None:
+    machine = Machine({(): 10.0, FROZEN: 8.0})
+
+    def shaky(names: tuple[str, ...], run: ProcessRun) -> ProcessRun:
+        differs = bool(names) or len(machine.asked) == when
+        return replace(run, losses=tuple(loss * (1 + 1e-5 * differs) for loss in LOSSES))
+
+    machine.change = shaky
+    (verdict,) = machine.rounds(100).judge([_candidate(*FROZEN)])
+    # The first, A and B of the first round; then as it is until it differs as much, or five have been the same.
+    assert machine.asked[:4] == [(), (), FROZEN, ()]
+    assert verdict.parity.kept is kept
+    assert machine.asked[4:6] == ([FROZEN, ()] if kept else [(), ()])
 
 
 def test_other_masks_are_no_other_numbers() -> None:

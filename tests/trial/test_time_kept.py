@@ -23,7 +23,8 @@ from perfdoctor.doors import treatment_trial
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.trial.deadline import Deadline
 from perfdoctor.trial.live_loop import LiveLoop
-from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
+from perfdoctor.trial.treatment_time import TreatmentLimits
+from perfdoctor.trial.treatments_trial import TreatmentsTrial
 from perfdoctor.watch.clocks import stamp_now
 from perfdoctor.watch.patches import Patches
 

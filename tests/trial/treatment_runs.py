@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.live_loop import LiveLoop
-from perfdoctor.trial.treatments_trial import TreatmentLimits, TreatmentsTrial
+from perfdoctor.trial.treatment_time import TreatmentLimits
+from perfdoctor.trial.treatments_trial import TreatmentsTrial
 from perfdoctor.watch.clocks import stamp_now
 from perfdoctor.watch.steps import StepDetector
 

@@ -1,0 +1,138 @@
+"""The time of the treatments on trial in one process: what each needs at least, its share, and when its blocks end.
+
+Each has what its blocks need at least kept back for it, and an equal share of what is left beyond. One that seems to
+save much, but not beyond doubt, goes on for three shares; one that can save nothing that counts ends early.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perfdoctor.treat.cures import OF_THE_LOADER
+from perfdoctor.treat.treatment import Treatment
+from perfdoctor.trial.estimate import FEWEST_PAIRS, LEAST_CLAIM, Estimate, claimed
+from perfdoctor.trial.schedule import counted_steps
+from perfdoctor.trial.treated_steps import EDGE, PARITY_STEPS, TreatedBlock
+
+MOST_ROUNDS = 16
+_MOST_COUNTED = 200
+_LONG_BLOCK_NS = 1.5e9  # an epoch of more is timed in parts, where nothing begins anew with it
+_FOR_THE_BEST = 0.2  # of the time: kept back for the best together
+_PROMISING = 0.02  # of the step: with this much in the middle of the interval, more blocks may leave zero out
+_MOST_SHARES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreatmentLimits:
+    """How long the trial may take: in all, and the blocks of one treatment, its share of what is left at most.
+
+    At least six rounds are run; three times `rounds` and `each_seconds` where a treatment seems to save much."""
+
+    seconds: float = 180.0
+    each_seconds: float = 20.0
+    rounds: int = MOST_ROUNDS
+
+
+@dataclass(slots=True, kw_only=True)
+class TreatmentTime:
+    """`seconds` since `began` (of the clock `now`), in which steps of `step_ns` are made with a loader as it is."""
+
+    began: float
+    seconds: float
+    step_ns: float = 0.0
+    loader: Any = None
+    now: Callable[[], float] = time.perf_counter
+
+    @property
+    def over(self) -> float:
+        """When it is over, on that clock."""
+        return self.began + self.seconds
+
+    def remaining(self) -> float:
+        """Seconds left, for the best together too."""
+        return self.over - self.now()
+
+    def remaining_for_each(self) -> float:
+        """Seconds left for the treatments one by one."""
+        return self.remaining() - _FOR_THE_BEST * self.seconds
+
+    def least_of(self, treatment: Treatment) -> float:
+        """Seconds that it takes at least."""
+        return self.least(loader_period(self.loader, self.step_ns) if treatment.name in OF_THE_LOADER else 1)
+
+    def least(self, period: int = 1) -> float:
+        """Seconds to compare losses and time the fewest rounds, blocks a multiple of `period`."""
+        block = TreatedBlock(edge=EDGE, counted=counted_steps(self.step_ns, multiple=period), replayed=True)
+        return self.seconds_of(block) + 2 * PARITY_STEPS * self.step_ns / 1e9
+
+    def seconds_of(self, block: TreatedBlock) -> float:
+        """Of the fewest rounds."""
+        return (2 * FEWEST_PAIRS + 1) * block.steps * self.step_ns / 1e9
+
+    def spare(self, waiting: Sequence[Treatment]) -> float:
+        """Seconds beyond what those that wait, and the best together, need."""
+        return self.remaining_for_each() - sum(map(self.least_of, waiting))
+
+
+class Patience:
+    """When the blocks of a treatment have been enough. `waiting`: it and those behind it; empty: the best together."""
+
+    def __init__(self, left: TreatmentTime, waiting: Sequence[Treatment], limits: TreatmentLimits) -> None:
+        self._left = left
+        self._others = tuple(waiting[1:])
+        self._rounds = limits.rounds
+        self._began = left.now()
+        self._most = 1
+        self._share = min(limits.each_seconds, max(self._fair(waiting), 1e-3))
+
+    @property
+    def share(self) -> float:
+        """Seconds for its blocks, at first."""
+        return self._share
+
+    def ends(self, rounds: int, saving: Estimate) -> bool:
+        """Whether to end after so many rounds, which saved so much.
+
+        What is asked of the saving on the way is never whether it is sure by now: who stops at that claims too often.
+        """
+        step_ns = self._left.step_ns
+        if saving.high_ns < LEAST_CLAIM * step_ns:
+            return True
+        if self._most > 1 and self._left.spare(self._others) <= 0:
+            return True
+        if max(rounds / self._rounds, (self._left.now() - self._began) / self._share) < self._most:
+            return False
+        promising = saving.mid_ns > _PROMISING * step_ns and not claimed(saving, step_ns).certain
+        goes_on, self._most = self._most == 1 and promising, _MOST_SHARES
+        return not goes_on
+
+    def _fair(self, waiting: Sequence[Treatment]) -> float:
+        if not waiting:
+            return self._left.remaining()
+        needed = self._left.least_of(waiting[0])
+        return needed + max(self._left.spare(waiting), 0.0) / len(waiting)
+
+
+def loader_period(loader: Any, step_ns: float, *, workers: int = 0) -> int:
+    """Steps after which a loader's costs come again: its workers' turns, and an epoch.
+
+    An epoch counts up to 200 steps where its workers start anew in each, else where it is short.
+    """
+    own = getattr(loader, "num_workers", 0)
+    turns = max(workers, own, 1)
+    both = math.lcm(turns, _epoch_of(loader))
+    respawns = own > 0 and not getattr(loader, "persistent_workers", False)
+    most = _MOST_COUNTED if respawns else min(_MOST_COUNTED, _LONG_BLOCK_NS / max(step_ns, 1.0))
+    return both if both <= most else turns
+
+
+def _epoch_of(loader: Any) -> int:
+    """Batches of an epoch, 1 where it has no length."""
+    try:
+        return max(len(loader), 1)
+    except TypeError:  # a stream
+        return 1

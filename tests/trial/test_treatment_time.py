@@ -1,0 +1,110 @@
+"""What each treatment gets of the time, and when its blocks end: by a clock of the test's own, worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from perfdoctor.treat.switches import treatment
+from perfdoctor.trial.estimate import Estimate
+from perfdoctor.trial.treatment_time import Patience, TreatmentLimits, TreatmentTime, loader_period
+
+MS = 1e6
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+def _left(clock: Clock, seconds: float, **settings: Any) -> TreatmentTime:
+    return TreatmentTime(began=0.0, seconds=seconds, step_ns=10 * MS, now=lambda: clock.now, **settings)
+
+
+@pytest.mark.parametrize(
+    ("workers", "persistent", "epoch", "step_ms", "period"),
+    [
+        (0, False, 64, 45, 1),  # 2.88 s an epoch: in parts
+        (0, False, 64, 20, 64),  # 1.28 s
+        (0, False, 300, 1, 1),  # never over 200 steps
+        (2, False, 64, 45, 64),  # workers start anew: that is to be counted
+        (2, False, 201, 45, 2),
+        (2, False, 75, 45, 150),
+        (2, True, 64, 45, 2),
+        (2, True, 4, 45, 4),
+    ],
+)
+def test_a_period_of_the_loader(workers: int, persistent: bool, epoch: int, step_ms: float, period: int) -> None:
+    data = TensorDataset(torch.zeros(4 * epoch, 1))
+    loader = DataLoader(data, batch_size=4, num_workers=workers, persistent_workers=persistent)
+    assert loader_period(loader, step_ms * MS) == period
+
+
+def test_a_period_of_what_is_no_dataloader_and_of_workers_to_come() -> None:
+    assert loader_period(None, 45 * MS) == 1
+    assert loader_period(SimpleNamespace(num_workers=4), 45 * MS) == 4
+    assert loader_period(None, 45 * MS, workers=8) == 8
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waiting", "share"),
+    [
+        # Blocks of 3 + 8 steps of 10 ms: 13 of them and two times 8 steps are 1.59 s; a loader's of 3 + 64, 8.87 s.
+        # 80 s of 100 are to be given out. Needed are 3 * 1.59 + 2 * 8.87 = 22.51; of the other 57.49 each has a fifth.
+        (100.0, ("gc_frozen", "set_to_none", "our_clip", "prefetch", "pin_memory"), 1.59 + 57.49 / 5),
+        (100.0, ("prefetch", "gc_frozen", "set_to_none", "our_clip", "pin_memory"), 8.87 + 57.49 / 5),
+        (10.0, ("gc_frozen", "prefetch"), 1.59),  # nothing is left beyond what they need
+        (100.0, (), 90.0),  # all that were accepted, together: what is left, at most `each_seconds`
+        (50.0, (), 50.0),
+    ],
+)
+def test_shares(seconds: float, waiting: tuple[str, ...], share: float) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(256, 1)), batch_size=4)
+    left = _left(Clock(), seconds, loader=loader)
+    patience = Patience(left, [treatment(name) for name in waiting], TreatmentLimits(each_seconds=90.0))
+    assert patience.share == pytest.approx(share)
+
+
+def _saving(mid: float, low: float, high: float) -> Estimate:
+    """In percent of the step."""
+    return Estimate(mid_ns=mid * MS / 10, low_ns=low * MS / 10, high_ns=high * MS / 10, num_pairs=8)
+
+
+SURE, PROMISING, SMALL, NOTHING = _saving(6, 5, 7), _saving(6, 0, 20), _saving(1, -1, 3), _saving(0, -0.4, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("saving", "ends_at"), [(SURE, 10), (SMALL, 10), (PROMISING, 30), (NOTHING, 1), (_saving(-6, -9, 0.1), 1)]
+)
+def test_blocks_end_by_what_they_may_still_show(saving: Estimate, ends_at: int) -> None:
+    clock = Clock()
+    patience = Patience(_left(clock, 1000), [treatment("gc_frozen")], TreatmentLimits(each_seconds=10.0, rounds=99))
+    for clock.now in range(1, 31):
+        if patience.ends(6, saving):
+            break
+    assert clock.now == ends_at
+
+
+def test_rounds_end_them_too_and_what_goes_on_is_not_stopped_by_being_sure() -> None:
+    patience = Patience(_left(Clock(), 1000), [treatment("gc_frozen")], TreatmentLimits(rounds=16))
+    assert not patience.ends(15, PROMISING)
+    assert not patience.ends(16, PROMISING)
+    assert not patience.ends(17, SURE)  # else every one that once looked sure would be taken
+    assert not patience.ends(47, SURE)
+    assert patience.ends(48, SURE)
+
+
+def test_the_needs_of_the_others_end_what_goes_on() -> None:
+    clock = Clock()
+    waiting = [treatment("gc_frozen"), treatment("set_to_none")]
+    patience = Patience(_left(clock, 10), waiting, TreatmentLimits(each_seconds=3.0))
+    clock.now = 4.0
+    assert not patience.ends(6, PROMISING)
+    clock.now = 6.3  # 8 s less 1.59 for the other
+    assert not patience.ends(6, PROMISING)
+    clock.now = 6.5
+    assert patience.ends(6, PROMISING)
