@@ -1,7 +1,7 @@
 """The time of the treatments on trial in one process: what each needs at least, its share, and when its blocks end.
 
-Each has what its blocks need at least kept back for it, and an equal share of what is left beyond. One that seems to
-save much, but not beyond doubt, goes on for three shares; one that can save nothing that counts ends early.
+Each has what its blocks need at least kept back for it, and an equal share of what is left beyond. One that can save
+nothing that counts ends early. One that seems to save much, but not beyond doubt, goes on once all have been tried.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ MOST_ROUNDS = 16
 _MOST_COUNTED = 200
 _LONG_BLOCK_NS = 1.5e9  # an epoch of more is timed in parts, where nothing begins anew with it
 _FOR_THE_BEST = 0.2  # of the time: kept back for the best together
-_PROMISING = 0.02  # of the step: with this much in the middle of the interval, more blocks may leave zero out
-_MOST_SHARES = 3
+_PROMISING = 0.02  # of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreatmentLimits:
     """How long the trial may take: in all, and the blocks of one treatment, its share of what is left at most.
 
-    At least six rounds are run; three times `rounds` and `each_seconds` where a treatment seems to save much."""
+    At least six rounds are run; as long again twice where a treatment seems to save much and time is left."""
 
     seconds: float = 180.0
     each_seconds: float = 20.0
@@ -81,40 +80,38 @@ class TreatmentTime:
 class Patience:
     """When the blocks of a treatment have been enough. `waiting`: it and those behind it; empty: the best together."""
 
-    def __init__(self, left: TreatmentTime, waiting: Sequence[Treatment], limits: TreatmentLimits) -> None:
+    def __init__(
+        self, left: TreatmentTime, waiting: Sequence[Treatment], limits: TreatmentLimits, *, shares: int = 1
+    ) -> None:
         self._left = left
-        self._others = tuple(waiting[1:])
-        self._rounds = limits.rounds
+        self._rounds = shares * limits.rounds
         self._began = left.now()
-        self._most = 1
-        self._share = min(limits.each_seconds, max(self._fair(waiting), 1e-3))
+        self._seconds = min(shares * limits.each_seconds, max(self._fair(waiting), 0.0))
 
     @property
-    def share(self) -> float:
-        """Seconds for its blocks, at first."""
-        return self._share
+    def seconds(self) -> float:
+        """For its blocks."""
+        return self._seconds
 
     def ends(self, rounds: int, saving: Estimate) -> bool:
         """Whether to end after so many rounds, which saved so much.
 
-        What is asked of the saving on the way is never whether it is sure by now: who stops at that claims too often.
+        It is not asked whether the saving is sure by now: who stops at that claims too often.
         """
-        step_ns = self._left.step_ns
-        if saving.high_ns < LEAST_CLAIM * step_ns:
+        if saving.high_ns < LEAST_CLAIM * self._left.step_ns:
             return True
-        if self._most > 1 and self._left.spare(self._others) <= 0:
-            return True
-        if max(rounds / self._rounds, (self._left.now() - self._began) / self._share) < self._most:
-            return False
-        promising = saving.mid_ns > _PROMISING * step_ns and not claimed(saving, step_ns).certain
-        goes_on, self._most = self._most == 1 and promising, _MOST_SHARES
-        return not goes_on
+        return rounds >= self._rounds or self._left.now() - self._began >= self._seconds
 
     def _fair(self, waiting: Sequence[Treatment]) -> float:
         if not waiting:
             return self._left.remaining()
         needed = self._left.least_of(waiting[0])
         return needed + max(self._left.spare(waiting), 0.0) / len(waiting)
+
+
+def is_promising(saving: Estimate, step_ns: float) -> bool:
+    """Whether it seems to save much, but not beyond doubt: more blocks may leave zero out."""
+    return saving.mid_ns > _PROMISING * step_ns and not claimed(saving, step_ns).certain
 
 
 def loader_period(loader: Any, step_ns: float, *, workers: int = 0) -> int:

@@ -16,36 +16,31 @@ The time is kept: what does not fit into it is not begun, and what runs when it 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-import numpy as np
-
 from perfdoctor.treat.treatment import Loop, Treatment
 from perfdoctor.trial.deadline import Deadline
 from perfdoctor.trial.dropout import dropouts
-from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, claimed, estimate, paired
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.loop_state import LoopState
 from perfdoctor.trial.schedule import counted_steps
 from perfdoctor.trial.treated_steps import Steps, TreatedBlock, TreatedSteps, settled_after
-from perfdoctor.trial.treatment_time import Patience, TreatmentLimits, TreatmentTime, loader_period
+from perfdoctor.trial.treated_timing import TreatedTiming
+from perfdoctor.trial.treatment_time import Patience, TreatmentLimits, TreatmentTime, is_promising, loader_period
 from perfdoctor.trial.verdict import (
     MOST_BASES,
     NOT_COMPARED,
     SPENT,
     Parity,
-    Side,
     Verdict,
     allowed_differences,
     cut_off,
     failed,
     is_doubtful,
     judge_parity,
-    judged,
     refused,
     too_long,
     unequal,
@@ -90,6 +85,7 @@ class TreatmentsTrial:
         self._ended = ended
         self._elsewhere = elsewhere
         self._waiting: list[Treatment] = []  # still to be tried, the one that is tried now included
+        self._promising: list[TreatedTiming] = []
         self._treated: TreatedSteps | None = None  # once the loop is known
         self._doing = ""  # with the treatment that is tried, for a verdict that it is cut off in
         self._parity = NOT_COMPARED  # of the treatment that is tried
@@ -142,7 +138,7 @@ class TreatmentsTrial:
     def fail(self, error: BaseException) -> None:
         """The script died. A treatment that was on then has failed, and is told as a Verdict."""
         if self.active and not self._over_time:
-            self.verdicts.append(failed(self.active, error))
+            self._decide(failed(self.active, error))
         self.close()
 
     def close(self) -> None:
@@ -195,6 +191,7 @@ class TreatmentsTrial:
                 yield from self._try(self._treated, (treatment,))
                 self._waiting.remove(treatment)
         self._waiting.clear()
+        yield from self._go_on_with_promising(self._treated)
         yield from self._try_best(self._treated)
 
     def _try_best(self, treated: TreatedSteps) -> Steps:
@@ -229,12 +226,24 @@ class TreatmentsTrial:
             seconds = time.perf_counter() - began
             self.verdicts.append(cut_off(name, self._doing, seconds, self._parity))
         except Exception as error:  # of applying or undoing a treatment; the script's own end in `fail`
-            treated.active = ()
-            if treated.entered and len(treatments) == 1:
-                reason = f"it could not be taken back ({type(error).__name__}: {error})"
-                self.deferred.append((treatments[0], reason))
-            else:
-                self.verdicts.append(failed(name, error))
+            self._blame(treated, treatments, error)
+
+    def _blame(self, treated: TreatedSteps, treatments: tuple[Treatment, ...], error: Exception) -> None:
+        treated.active = ()
+        if treated.entered and len(treatments) == 1:
+            reason = f"it could not be taken back ({type(error).__name__}: {error})"
+            self.verdicts = [verdict for verdict in self.verdicts if verdict.treatment != treatments[0].name]
+            self.deferred.append((treatments[0], reason))
+        else:
+            self._decide(failed(_name(treatments), error))
+
+    def _decide(self, verdict: Verdict) -> None:
+        """In place of the one that its treatment has, where it has one."""
+        names = [each.treatment for each in self.verdicts]
+        if verdict.treatment in names:
+            self.verdicts[names.index(verdict.treatment)] = verdict
+        else:
+            self.verdicts.append(verdict)
 
     def _compare(
         self, treated: TreatedSteps, treatments: tuple[Treatment, ...], *, dry: bool
@@ -266,36 +275,34 @@ class TreatmentsTrial:
         if needed > left:
             self.verdicts.append(too_long(_name(treatments), needed, left, block.steps, self._parity))
             return
-        off: list[tuple[Stamp, Stamp]] = []
-        on: list[tuple[Stamp, Stamp]] = []
-        peaks: dict[bool, list[int]] = {True: [], False: []}
-        patience = Patience(self._time, self._waiting, self._limits)
+        timing = TreatedTiming(treatments, self._parity, block)
         try:
-            yield from treated.timed((), off, peaks[False], block)
-            for number in itertools.count(1):
-                self._doing = f"its blocks were timed, round {number}"
-                yield from treated.timed(treatments, on, peaks[True], block)
-                yield from treated.timed((), off, peaks[False], block)
-                if number >= FEWEST_PAIRS and patience.ends(number, _saving(off, on, block.counted)):
-                    break
+            yield from timing.run(treated, Patience(self._time, self._waiting, self._limits).ends)
         except _Spent:
-            num = min(len(on), max(len(off) - 1, 0))
-            if num < FEWEST_PAIRS:
+            if not timing.is_enough:
+                self._doing = timing.doing
                 raise
-            del on[num:], off[num + 1 :]
-        self._decide(treatments, Side.of(off, peaks[False], block.counted), Side.of(on, peaks[True], block.counted))
+        self._decide(timing.verdict())
+        if is_promising(timing.saving(), self._time.step_ns):
+            self._promising.append(timing)
 
-    def _decide(self, treatments: tuple[Treatment, ...], before: Side, after: Side) -> None:
-        saving = estimate(paired(before.times_ns[:-1], after.times_ns, before.times_ns[1:]))
-        saving = claimed(saving, float(np.median(before.times_ns)))
-        lines = tuple(dict.fromkeys(line for treatment in treatments for line in treatment.lines))
-        self.verdicts.append(judged(_name(treatments), self._parity, before, after, saving, lines))
-
-
-def _saving(off: Sequence[tuple[Stamp, Stamp]], on: Sequence[tuple[Stamp, Stamp]], counted: int) -> Estimate:
-    """ns a step. Waits for the device."""
-    before, after = (Side.of(spans, (), counted).times_ns for spans in (off, on))
-    return estimate(paired(before[:-1], after, before[1:]))
+    def _go_on_with_promising(self, treated: TreatedSteps) -> Steps:
+        """What seems to save much, but not beyond doubt, is timed again, as long as before once more or twice."""
+        waiting = sorted(self._promising, key=lambda timing: -timing.saving().mid_ns)
+        for number, timing in enumerate(waiting):
+            left = [treatment for each in waiting[number:] for treatment in each.treatments]
+            if self._time.spare(left) < 0:
+                return
+            treated.begin()
+            try:
+                yield from timing.run(treated, Patience(self._time, left, self._limits, shares=2).ends)
+            except _Spent:
+                self._decide(timing.verdict())
+                raise
+            except Exception as error:
+                self._blame(treated, timing.treatments, error)
+            else:
+                self._decide(timing.verdict())
 
 
 def refusal_of(treatment: Treatment, loop: Loop) -> str | None:

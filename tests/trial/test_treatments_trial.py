@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import shutil
 import time
@@ -112,6 +113,50 @@ def test_a_pause_taken_away_is_faster_with_equal_losses() -> None:
     assert 1 < verdict.speed_up.low <= verdict.speed_up.mid <= verdict.speed_up.high
     assert verdict.lines == ("line of unpaused",)
     assert PAUSES["loop"] is _pause
+
+
+def test_what_seems_to_save_much_goes_on_once_all_have_been_tried() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def moody(loop: Loop) -> Iterator[Loop]:
+        """The first is for the losses; of the next six blocks three save nothing, all later ones save."""
+        entered.append("moody")
+        with _unpaused(loop):
+            if entered.count("moody") in (3, 5, 7):
+                PAUSES["loop"] = _pause
+            yield loop
+
+    @contextmanager
+    def plain(loop: Loop) -> Iterator[Loop]:
+        entered.append("plain")
+        yield loop
+
+    moody_one, plain_one = _run(_treatment("moody", moody), _treatment("plain", plain)).verdicts
+    # Half of it or nothing, by six rounds: no claim. With twelve more, of eighteen three saved nothing.
+    assert [name for name, _ in itertools.groupby(entered)] == ["moody", "plain", "moody"]
+    assert entered.count("moody") == 1 + 6 + 12
+    assert moody_one.accepted, moody_one.reason
+    assert moody_one.saving is not None
+    assert moody_one.saving.num_pairs == 18
+    assert not plain_one.accepted
+
+
+def test_one_that_fails_when_it_goes_on_is_one_verdict() -> None:
+    entered: list[int] = []
+
+    @contextmanager
+    def fragile(loop: Loop) -> Iterator[Loop]:
+        entered.append(1)
+        if len(entered) > 10:
+            raise RuntimeError("not once more")
+        with _unpaused(loop):
+            if len(entered) in (3, 5, 7):
+                PAUSES["loop"] = _pause
+            yield loop
+
+    (verdict,) = _run(_treatment("fragile", fragile)).verdicts
+    assert verdict.reason == "failed: RuntimeError: not once more"
 
 
 def test_other_numbers_refusals_and_failures_are_verdicts() -> None:
