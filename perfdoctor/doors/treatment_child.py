@@ -45,6 +45,7 @@ from perfdoctor.trial.treatment_time import loader_period
 from perfdoctor.trial.treatments_trial import refusal_of
 from perfdoctor.trial.verdict import failed
 from perfdoctor.watch.clocks import Stamp, cuda_active, elapsed_ns
+from perfdoctor.watch.device_events import new_event
 from perfdoctor.watch.steps import StepDetector
 
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -253,7 +254,7 @@ def _moment() -> Stamp:
     """As `watch.clocks.stamp_now`, on the clock of the finest resolution: nothing here meets a recording's times."""
     event: Any = None
     if cuda_active():
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = new_event(timed=True)
         event.record()
     return Stamp(time.perf_counter_ns(), event)
 

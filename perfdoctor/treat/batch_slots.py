@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from perfdoctor.errors import StaleBatchError, UsageError
+from perfdoctor.watch.device_events import new_event
 
 _POLL_S = 100e-6
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides, dtype
@@ -129,8 +130,8 @@ class Slot:
         self._freed_on: Any = None  # the stream that `free` was recorded on
         self.host: list[HostBuffer] = []
         self.on_device: list[DeviceBuffer] = []
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = new_event()
+        self.free = new_event()
         self.sources: Sequence[torch.Tensor] = ()  # held until `copied` is over
 
     def widen(self, num_tensors: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from perfdoctor.record import crossings
 from perfdoctor.treat.graph_batch import with_items
+from perfdoctor.watch.device_events import leave_to_parent
 from perfdoctor.watch.sync_guard import allow_sync
 
 
@@ -81,6 +82,7 @@ class CapturedRun:
             with allow_sync("graph capture"):
                 torch.cuda.synchronize(self.memory.device)
                 torch.cuda.empty_cache()
+            leave_to_parent()
             self._graph = torch.cuda.CUDAGraph()
             for generator in self.memory.generators:
                 self._graph.register_generator_state(generator)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perfdoctor.kernels.pointer_table import is_capturing, stream_reader
 from perfdoctor.kernels.walker import compiled_walker
+from perfdoctor.watch.device_events import new_event
 
 
 class HostRing:
@@ -41,8 +42,8 @@ class HostRing:
             pinned = torch.empty((num_slots, *like.shape), dtype=like.dtype, pin_memory=True)
             self._targets = list(pinned.unbind())
             self._side = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
-            self._ready = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
-            self._copied = [torch.cuda.Event() for _ in range(num_slots)]  # type: ignore[no-untyped-call]
+            self._ready = [new_event() for _ in range(num_slots)]
+            self._copied = [new_event() for _ in range(num_slots)]
             self._prepare(block, pinned)
         self._free = deque(range(num_slots))
         self._in_flight: deque[tuple[int, Any, int | None]] = deque()

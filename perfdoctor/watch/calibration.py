@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from perfdoctor.record.capture import Costs
+from perfdoctor.watch.device_events import new_event
 from perfdoctor.watch.profile import FULL, LIGHT
 
 _LAUNCHES = 200
@@ -55,7 +56,7 @@ def measure_pinned_copy() -> int:
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     best_ms = float("inf")
     for _ in range(_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (new_event(timed=True) for _ in range(2))
         start.record()
         target.copy_(source, non_blocking=True)
         end.record()

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from perfdoctor.watch.device_events import new_event
+
 
 class Stamp(NamedTuple):
     """A moment. `event` marks it on the device's timeline; None without a GPU."""
@@ -33,8 +35,7 @@ def stamp_now() -> Stamp:
     """Now. On a GPU about 5 us of host time: an event is recorded, nothing waits for it."""
     if not cuda_active():
         return Stamp(time.time_ns(), None)
-    torch: Any = sys.modules["torch"]
-    event = torch.cuda.Event(enable_timing=True)
+    event = new_event(timed=True)
     event.record()
     return Stamp(time.time_ns(), event)
 

@@ -6,7 +6,6 @@ on what is rare: checkpoints, evaluations, new epochs, recompilations, garbage c
 
 from __future__ import annotations
 
-import sys
 import time
 from array import array
 from collections import deque
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfdoctor.watch.clocks import cuda_active
+from perfdoctor.watch.device_events import new_event
 from perfdoctor.watch.happenings import Happenings
 from perfdoctor.watch.outliers import Outlier, find_outliers
 from perfdoctor.watch.steps import StepDetector
@@ -60,7 +60,7 @@ class StepClock:
             return time.time_ns(), None
         if not self._free and self._num_events < _MOST_EVENTS:
             self._num_events += 1
-            self._free.append(sys.modules["torch"].cuda.Event(enable_timing=True))
+            self._free.append(new_event(timed=True))
         if not self._free:
             return time.time_ns(), None
         event = self._free[-1]
