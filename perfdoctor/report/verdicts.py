@@ -242,7 +242,18 @@ def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, o
     where = ", ".join(dict.fromkeys(phrases.where(finding, root) for finding in places[:3]))
     if where:
         rows += wrapped(f"for {where}", width, indent=_INDENT, style="faint")
-    return [*rows, *map(_code, best.lines)]
+    rows += map(_code, best.lines)
+    for verdict in _others_alone(best, order):
+        rows += wrapped(f"{verdict.treatment}, alone; not measured together:", width, indent=_INDENT, style="faint")
+        rows += map(_code, verdict.lines)
+    return rows
+
+
+def _others_alone(best: Verdict, order: Sequence[Verdict]) -> list[Verdict]:
+    """What else is to be kept, where no set of them was timed: it failed, or there was no time for it."""
+    if any(_is_set(verdict) and verdict.saving is not None for verdict in order):
+        return []
+    return [verdict for verdict in order if verdict.accepted and verdict is not best]
 
 
 def _nothing(verdicts: Sequence[Verdict]) -> str:

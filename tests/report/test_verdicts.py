@@ -160,13 +160,22 @@ def test_a_rejected_set_leaves_the_best_single_one(diagnosis: Diagnosis) -> None
     assert page.endswith("   line of fused_optimizer\n")
 
 
+@pytest.mark.parametrize("left", [(), (failed(BOTH.treatment, RuntimeError("a worker")),)])
+def test_what_was_never_timed_together_is_told_one_by_one(diagnosis: Diagnosis, left: tuple[Verdict, ...]) -> None:
+    page = render_verdicts((SMALL, LARGE, *left), diagnosis)
+    ending = page[page.index("Lines to change (fused_optimizer") :].splitlines()[1:]
+    assert ending[-3:] == [
+        "   line of fused_optimizer", "   prefetch, alone; not measured together:", "   line of prefetch",
+    ]  # fmt: skip
+
+
 def test_json_follows_the_schema_and_has_no_infinities(diagnosis: Diagnosis) -> None:
     jsonschema.Draft202012Validator.check_schema(verdicts_schema())
     whole = Estimate(mid_ns=19.9 * MS, low_ns=19 * MS, high_ns=21.0 * MS, num_pairs=6)
     endless = _verdict("magic", 1, False)
     endless = Verdict(
         treatment="magic", accepted=True, reason="faster", before=endless.before, after=endless.after, saving=whole,
-        speed_up=SpeedUp.of(whole, 20 * MS), parity=judge_parity([1.0], [1.0], [math.nan], rtol=0.0, atol=0.0),
+        speed_up=SpeedUp.of(whole, 20 * MS), parity=judge_parity([[1.0], [1.0]], [math.nan], rtol=0.0, atol=0.0),
     )  # fmt: skip
     document = _check((*ALL, endless), diagnosis)
     row = next(row for row in document["verdicts"] if row["treatment"] == "magic")
