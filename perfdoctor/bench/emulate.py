@@ -51,12 +51,12 @@ def _step(device: str, width: int) -> Callable[[], Any]:
     return step
 
 
-def _seconds(call: Callable[[], Any], budget_s: float = 0.05) -> float:
-    """Median time of one call over a few rounds."""
+def _seconds(call: Callable[[], Any]) -> float:
+    """Median time of one call over a few rounds of 50 ms."""
     call()
     start = time.perf_counter()
     call()
-    number = max(1, int(budget_s / max(time.perf_counter() - start, 1e-7)))
+    number = max(1, int(0.05 / max(time.perf_counter() - start, 1e-7)))
     rounds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()

@@ -52,9 +52,9 @@ def resnet50() -> Shapes:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def transformer(hidden: int, layers: int, vocabulary: int = 50257, positions: int = 1024) -> Shapes:
+def transformer(hidden: int, layers: int, positions: int = 1024) -> Shapes:
     """A GPT-2 with tied embeddings: 12 tensors a layer."""
-    shapes: Shapes = [(vocabulary, hidden), (positions, hidden)]
+    shapes: Shapes = [(50257, hidden), (positions, hidden)]
     for _ in range(layers):
         shapes += [
             (hidden,), (hidden,), (hidden, 3 * hidden), (3 * hidden,), (hidden, hidden), (hidden,),

@@ -289,14 +289,14 @@ def _pieces(launches: Any, watch: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def _host_us(calls: Sequence[Callable[[], object]], num_blocks: int = 41, block: int = 20) -> list[float]:
+def _host_us(calls: Sequence[Callable[[], object]]) -> list[float]:
     """The median time of each call when they follow each other in turn."""
     import torch
 
     times: list[list[int]] = [[] for _ in calls]
-    for number in range(num_blocks):
+    for number in range(41):
         torch.cuda.synchronize()
-        for _ in range(block):
+        for _ in range(20):
             for call, taken in zip(calls, times, strict=True):
                 start = time.perf_counter_ns()
                 call()

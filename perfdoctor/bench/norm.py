@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Row = dict[str, Any]
-VENDOR_BANDWIDTH = 4.8e12
 _COMPILED_TENSORS = range(100, 150)  # torch.compile of thousands of norms takes minutes
 
 

@@ -5,8 +5,8 @@ thread of its own, only one at a time, and hands over after a block of optimizer
 first steps of a block are not counted. Blocks go slow fixed slow ... slow, and each fixed block is held against the
 mean of its two neighbours, so that a drift in a straight line cancels.
 
-Blocks are short, because a host's speed wanders: twelve pairs of 250 ms gave 2.5 ms (1.5 to 4.2) for norm_loop_item
-where whole runs give 5.4; as many seconds in shorter blocks hold more pairs.
+Blocks are short, because a host's speed wanders: twelve pairs of 250 ms gave 2.5 ms (1.5 to 4.2) for a loop of
+norms and reads where whole runs give 5.4; as many seconds in shorter blocks hold more pairs.
 
 In `slow.py` the guilty lines end in `# GUILTY: kind`; the comment is stripped before perfdoctor sees the script.
 """

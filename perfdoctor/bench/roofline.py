@@ -59,11 +59,6 @@ def intensity(row: BenchRow) -> float:
     return found.num_flops / found.bytes_moved
 
 
-def attainable(flops_per_byte: float, bytes_per_s: float, peak: float) -> float:
-    """Operations a second under the roof: of memory on the left, of arithmetic on the right."""
-    return min(flops_per_byte * bytes_per_s, peak)
-
-
 def render_roofline(results: Sequence[BenchResult], roofs: Roofs, where: Conditions) -> str:
     """An SVG of its own, dark where the reader's system is.
 

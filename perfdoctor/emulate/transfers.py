@@ -90,10 +90,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.preserve_format) if tensor.layout is torch.strided else tensor.clone()
 
 
-def to_host(tensor: torch.Tensor, non_blocking: bool = False, kind: str = "cpu") -> Any:
+def to_host(tensor: torch.Tensor, non_blocking: bool = False) -> Any:
     """Copy a device tensor to the host; differentiable. A non-blocking copy lands in pinned memory."""
     if not non_blocking and has_elements(tensor):
-        border.cross(kind)
+        border.cross("cpu")
     if tensor.requires_grad and torch.is_grad_enabled():
         out: torch.Tensor = _ToHost.apply(tensor)  # type: ignore[no-untyped-call]
     else:

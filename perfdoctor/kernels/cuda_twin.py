@@ -51,14 +51,11 @@ def stats(table: GradTable) -> tuple[Tensor, Tensor]:
     """As `triton_launch.stats`."""
     work = table.work
     num_tensors = len(work.num_elements)
-    out = torch.empty((4, num_tensors + 1), dtype=torch.float32, device=table.device)
-    counts = torch.empty(num_tensors + 1, dtype=torch.int64, device=table.device)
-    if table.parts is None:
-        table.parts = pointer_table.scratch(table, 4 * work.num_parts)
+    parts, out, counts = pointer_table.room_for_stats(table)
     grid = table.programs(3, work.num_slots)
     with torch.cuda.device(table.device):
         compiled_twin().stats(
-            table.slots.data_ptr(), table.parts.data_ptr(), table.program_parts.data_ptr(), table.counter.data_ptr(),
+            table.slots.data_ptr(), parts.data_ptr(), table.program_parts.data_ptr(), table.counter.data_ptr(),
             table.first_part.data_ptr(), table.num_elements.data_ptr(), out.data_ptr(), counts.data_ptr(),
             work.num_slots, work.num_parts, int(work.num_elements.sum()), num_tensors, grid, table.stream,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from perfdoctor.kernels.metrics_triton import note
-from perfdoctor.kernels.triton_words import ALL, BY_ELEMENT, fold_chunk, fold_elements, read_slot
+from perfdoctor.kernels.triton_words import fold_slot, read_slot
 
 
 @triton.jit
@@ -56,14 +56,7 @@ def finite_kernel(
     for item in range(program, num_slots, num_programs):
         address, count, rest = read_slot(slots, item)
         kind = ((rest >> 32) & 0xFF).to(tl.int32)
-        square = tl.zeros((TILE,), tl.float32)
-        total = tl.zeros((TILE,), tl.float32)
-        top = tl.zeros((TILE,), tl.int32)
-        bad = tl.zeros((TILE,), tl.int32)
-        if kind < BY_ELEMENT:
-            square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE, "")
-        else:
-            square, total, top, bad = fold_elements(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE)
+        _square, _total, _top, bad = fold_slot(address, count, kind, DTYPE, TILE)
         num_bad = tl.sum(bad, 0)
         if num_bad > 0:
             gradient = _gradient_of(first_part, num_tensors, rest >> 40, TILE)

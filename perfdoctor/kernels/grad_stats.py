@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import custom_ops, launch_route, reference, sharded_norm, stats_table, walker
+from perfdoctor.kernels import custom_ops, kernel_launch, launch_route, reference, sharded_norm, stats_table, walker
 from perfdoctor.kernels.gradients import as_list, by_device, collect, place_of, readable, without_repeats
 from perfdoctor.kernels.pointer_table import GradTable
 
@@ -63,7 +63,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0, *, 
     Raises UsageError for a sparse gradient, an item that is no tensor, or a kernel that cannot run there.
     """
     norm_type = float(norm_type)
-    launch_route.check_kernel(kernel)
+    kernel_launch.check_kernel(kernel, launch_route.KERNELS)
     if torch.compiler.is_compiling():
         gradients, once = _compiled_gradients(as_list(parameters), False)
         compiled: Tensor = custom_ops.grad_norm(gradients, norm_type, once) if gradients else torch.tensor(0.0)
@@ -101,7 +101,7 @@ def clip_grad_norm_(
     `kernel`, types, returned tensor and errors: see `grad_norm`.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    launch_route.check_kernel(kernel)
+    kernel_launch.check_kernel(kernel, launch_route.KERNELS)
     if torch.compiler.is_compiling():
         return _clip_compiled(as_list(parameters), max_norm, norm_type, error_if_nonfinite)
     items = as_list(parameters)
@@ -133,7 +133,7 @@ def grad_stats(
     a module is walked in Python on every call. A complex gradient, whose sum is none of these, is refused. `kernel`,
     types and errors: see `grad_norm`.
     """
-    launch_route.check_kernel(kernel)
+    kernel_launch.check_kernel(kernel, launch_route.KERNELS)
     pairs = _as_pairs(named_parameters)
     if torch.compiler.is_compiling():
         return _stats_elsewhere(pairs, kernel)

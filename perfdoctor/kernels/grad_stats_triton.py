@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 
 from perfdoctor.kernels.triton_words import (
-    ALL,
     BY_ELEMENT,
     L2,
     fold,
     fold_chunk,
-    fold_elements,
+    fold_slot,
     read_elements_below,
     read_slot,
     read_slot_below,
@@ -83,20 +82,9 @@ def _pack(square, total, top, bad, slots, first, DTYPE: tl.constexpr, WHAT: tl.c
 
 @triton.jit(do_not_specialize=["num_chunks", "num_items", "num_kept"])
 def grad_norm_kernel(
-    slots,
-    program_parts,
-    counter,
-    out,
-    coefficient,
-    max_norm,
-    num_chunks,
-    num_items,
-    num_kept,
-    DTYPE: tl.constexpr,
-    WHAT: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-):
+    slots, program_parts, counter, out, coefficient, max_norm, num_chunks, num_items, num_kept,
+    DTYPE: tl.constexpr, WHAT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
     """The total norm (WHAT = L2 or ABS_MAX) -> out [], and min(1, max_norm / (norm + 1e-6)) -> coefficient [].
 
     The first `num_kept` chunks may stay in the L2 cache for whoever reads the gradients next, from the front; the
@@ -177,15 +165,7 @@ def grad_stats_kernel(
     all_bad = all_bad.to(tl.float64)
     for item in range(program, num_slots, num_programs):
         address, count, rest = read_slot(slots, item)
-        kind = ((rest >> 32) & 0xFF).to(tl.int32)
-        square = tl.zeros((TILE,), tl.float32)
-        total = tl.zeros((TILE,), tl.float32)
-        top = tl.zeros((TILE,), tl.int32)
-        bad = tl.zeros((TILE,), tl.int32)
-        if kind < BY_ELEMENT:
-            square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE, "")
-        else:
-            square, total, top, bad = fold_elements(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE)
+        square, total, top, bad = fold_slot(address, count, ((rest >> 32) & 0xFF).to(tl.int32), DTYPE, TILE)
         slot_square = tl.sum(square.to(tl.float64), 0)
         slot_total = tl.sum(total.to(tl.float64), 0)
         slot_top = tl.max(top, 0).to(tl.float64)  # the bits of the largest magnitude, exact in float64

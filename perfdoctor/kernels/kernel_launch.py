@@ -17,11 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perfdoctor.errors import UsageError
 from perfdoctor.kernels import pointer_table
 from perfdoctor.kernels.walker import compiled_walker
 
 _interpreter = threading.Lock()  # Triton's interpreter keeps the running program's number in one place for all threads
 _log = logging.getLogger("perfdoctor")
+
+
+def check_kernel(kernel: str | None, kernels: Sequence[str]) -> None:
+    """Raises UsageError for a name that is none of `kernels`."""
+    if kernel is not None and kernel not in kernels:
+        raise UsageError(f"kernel={kernel!r}: expected one of {', '.join(kernels)}, or None to have it chosen")
 
 
 @functools.cache

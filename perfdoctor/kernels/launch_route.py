@@ -19,12 +19,6 @@ _KERNEL_NORMS = {2.0: L2, math.inf: ABS_MAX}
 KERNELS = ("triton", "cuda", "torch")
 
 
-def check_kernel(kernel: str | None) -> None:
-    """Raises UsageError for a name that is no kernel."""
-    if kernel is not None and kernel not in KERNELS:
-        raise UsageError(f"kernel={kernel!r}: expected one of {', '.join(KERNELS)}, or None to have it chosen")
-
-
 def kernel_norm_of(norm_type: float) -> int | None:
     """What the kernels compute for this order: L2 or the largest magnitude; None for orders that torch computes."""
     return _KERNEL_NORMS.get(norm_type)

@@ -40,12 +40,6 @@ def _kernels() -> SimpleNamespace:
     )
 
 
-def check_kernel(kernel: str | None) -> None:
-    """Raises UsageError for a name that is no kernel."""
-    if kernel is not None and kernel not in KERNELS:
-        raise UsageError(f"kernel={kernel!r}: expected one of {', '.join(KERNELS)}, or None to have it chosen")
-
-
 def uses_triton(tensor: Tensor, kernel: str | None) -> bool:
     """Whether Triton runs beside this tensor. Raises UsageError where it was asked for and cannot."""
     if kernel == "torch" or type(tensor) is not Tensor:  # a wrapper may merely say that it is on a GPU

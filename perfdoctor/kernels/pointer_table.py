@@ -162,10 +162,14 @@ def build_table(rows: Tensor, device: torch.device, stream: int, words: int | No
     )
 
 
-def scratch(table: GradTable, size: int) -> Tensor:
-    """float64 scratch on the table's device, made where the table was made."""
-    with _upload_stream(table.device):
-        return torch.empty(size, dtype=torch.float64, device=table.device)
+def room_for_stats(table: GradTable) -> tuple[Tensor, Tensor, Tensor]:
+    """`table.parts`, made where the table was made; float32 [4, num_tensors + 1]; int64 [num_tensors + 1]."""
+    if table.parts is None:
+        with _upload_stream(table.device):
+            table.parts = torch.empty(4 * table.work.num_parts, dtype=torch.float64, device=table.device)
+    num_columns = len(table.work.num_elements) + 1
+    out = torch.empty((4, num_columns), dtype=torch.float32, device=table.device)
+    return table.parts, out, torch.empty(num_columns, dtype=torch.int64, device=table.device)
 
 
 def zero_counts(table: GradTable) -> Tensor:

@@ -87,21 +87,18 @@ def stats(table: GradTable) -> tuple[Tensor, Tensor]:
     if module is not None and prepared[1] is not None:
         result = module.run_stats(*prepared, table.stream, table.coefficient, num_tensors + 1, _STATS_OUT, _COLUMN_OUT)
         return result[0], result[1]
-    out = torch.empty((4, num_tensors + 1), dtype=torch.float32, device=table.device)
-    counts = torch.empty(num_tensors + 1, dtype=torch.int64, device=table.device)
-    if table.parts is None:
-        table.parts = pointer_table.scratch(table, 4 * work.num_parts)
+    parts, out, counts = pointer_table.room_for_stats(table)
     # float32 fits three programs to a multiprocessor in 80 registers a thread, the others two in 128.
     is_float32 = work.element == 0
     grid = table.programs(3 if is_float32 else 2, work.num_slots)
-    arguments = (table.slots, table.parts, table.program_parts, table.counter, out, counts, work.num_slots,
+    arguments = (table.slots, parts, table.program_parts, table.counter, out, counts, work.num_slots,
                  work.num_parts, int(work.num_elements.sum()), num_tensors)  # fmt: skip
     options = {"DTYPE": work.element, "TILE": TILE, "SPAN": _span(grid)}
     compiled = _launch(kernels().stats, table, grid, arguments, options, maxnreg=80 if is_float32 else 128)
     # Triton passes the number of elements in eight bytes where four are too few.
     sizes = (8, 8, 8, 8, 8, 8, 4, 4, 4 if arguments[8] < 1 << 31 else 8, 4)
     _prepare(table, "stats", compiled, grid, arguments, sizes)
-    per_tensor = (table.parts, table.first_part, table.num_elements, out, counts, work.num_parts, num_tensors)
+    per_tensor = (parts, table.first_part, table.num_elements, out, counts, work.num_parts, num_tensors)
     compiled = _launch(kernels().per_tensor, table, num_tensors, per_tensor, {"SPAN": 128}, num_warps=1)
     _prepare(table, "per_tensor", compiled, num_tensors, per_tensor, _COLUMN_SIZES)
     return out, counts

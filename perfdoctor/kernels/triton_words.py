@@ -233,3 +233,17 @@ def fold_chunk(
         w7 = read_words_below(address, lanes + 7 * TILE, left)
         square, total, top, bad = fold(square, total, top, bad, w0, w1, w2, w3, w4, w5, w6, w7, kind, DTYPE, WHAT)
     return square, total, top, bad
+
+
+@triton.jit
+def fold_slot(address, count, kind, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """One slot of any class, lane by lane: sum of squares, sum, bits of the largest magnitude, non-finite values."""
+    square = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    top = tl.zeros((TILE,), tl.int32)
+    bad = tl.zeros((TILE,), tl.int32)
+    if kind < BY_ELEMENT:
+        square, total, top, bad = fold_chunk(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE, "")
+    else:
+        square, total, top, bad = fold_elements(square, total, top, bad, address, count, kind, DTYPE, ALL, TILE)
+    return square, total, top, bad

@@ -42,17 +42,6 @@ def clip(intervals: Intervals, start: int, end: int) -> Intervals:
     return starts[keep], ends[keep]
 
 
-def complement(intervals: Intervals, start: int, end: int) -> Intervals:
-    """The part of `[start, end)` outside a set."""
-    if end <= start:
-        return EMPTY
-    starts, ends = clip(intervals, start, end)
-    gap_starts = np.concatenate(([start], ends)).astype(np.int64)
-    gap_ends = np.concatenate((starts, [end])).astype(np.int64)
-    keep = gap_ends > gap_starts
-    return gap_starts[keep], gap_ends[keep]
-
-
 def intersect(left: Intervals, right: Intervals) -> Intervals:
     """What lies in both sets."""
     if not len(left[0]) or not len(right[0]):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perfdoctor.errors import BrokenTraceError, NotATraceError
 from perfdoctor.record.byte_stream import ByteStream
-from perfdoctor.record.capture import Calls, Capture, Columns, Costs, Ranges, Spans, StreamSyncs, Work
+from perfdoctor.record.capture import Calls, Capture, Costs, Ranges, Spans, StreamSyncs, Work
 from perfdoctor.record.correlations import fill_external, make_unique
 from perfdoctor.record.cuda_names import call_kind
 from perfdoctor.record.devices import busiest_device
@@ -24,7 +23,6 @@ from perfdoctor.record.kineto_notes import notes_of
 from perfdoctor.record.processes import numbered, several_processes
 from perfdoctor.record.step_ranges import ANNOTATION, range_kinds, steps_of
 
-T = TypeVar("T", bound=Columns)
 Table = dict[str, NDArray[np.int64]]
 _HOUR_NS = 3_600_000_000_000
 _SPAN = ("start_ns", "end_ns", "thread", "name")
@@ -131,27 +129,23 @@ def _separate_processes(tables: dict[str, Table], events: EventColumns) -> int:
 def _capture(path: Path, tables: dict[str, Table], header: Header, strings: list[str], costs: Costs) -> Capture:
     kinds, numbers = range_kinds(strings, tables["ranges"]["name"], tables["ranges"]["thread"])
     tables["ranges"]["kind"] = kinds
-    ranges = _table(Ranges, tables["ranges"])
+    ranges = Ranges.of(tables["ranges"])
     work = tables["work"]
     busiest = busiest_device(work["device"], work["start_ns"], work["end_ns"])
     return Capture(
         source="torch.profiler",
-        calls=_table(Calls, tables["calls"]),
-        work=_table(Work, work),
-        ops=_table(Spans, tables["ops"]),
-        frames=_table(Spans, tables["frames"]),
+        calls=Calls.of(tables["calls"]),
+        work=Work.of(work),
+        ops=Spans.of(tables["ops"]),
+        frames=Spans.of(tables["frames"]),
         ranges=ranges,
-        stream_syncs=_table(StreamSyncs, tables["stream_syncs"]),
+        stream_syncs=StreamSyncs.of(tables["stream_syncs"]),
         steps=steps_of(ranges, numbers),
         strings=tuple(strings),
         environment=environment_of(header, busiest),
         costs=costs,
         path=str(path),
     )
-
-
-def _table(cls: type[T], columns: Table) -> T:
-    return cls(**{field.name: columns[field.name] for field in fields(cls)})
 
 
 def _drop_stray(tables: dict[str, Table]) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,6 @@ from perfdoctor.record.capture import (
     CallKind,
     Calls,
     Capture,
-    Columns,
     CopyKind,
     Environment,
     HostMemory,
@@ -37,7 +35,6 @@ from perfdoctor.record.step_ranges import steps_of
 
 Ints = NDArray[np.int64]
 Table = dict[str, Ints]
-T = TypeVar("T", bound=Columns)
 
 _UNNAMED = -1 & PROCESS
 _CUPTI = "CUPTI_ACTIVITY_KIND_"
@@ -100,14 +97,14 @@ def _read(path: Path, tables: SqliteTables) -> Capture:
     for table in (calls, work, syncs, ranges, ops):
         table["start_ns"] = table["start_ns"] + base
         table["end_ns"] = table["end_ns"] + base
-    range_table = _table(Ranges, ranges)
+    range_table = Ranges.of(ranges)
     capture = Capture(
         source="nsys",
-        calls=_table(Calls, calls),
-        work=_table(Work, work),
-        ops=_table(Spans, ops),
+        calls=Calls.of(calls),
+        work=Work.of(work),
+        ops=Spans.of(ops),
         ranges=range_table,
-        stream_syncs=_table(StreamSyncs, syncs),
+        stream_syncs=StreamSyncs.of(syncs),
         steps=steps_of(range_table, numbers, unfinished),
         strings=tuple(strings.strings),
         environment=_environment(tables, work),
@@ -115,10 +112,6 @@ def _read(path: Path, tables: SqliteTables) -> Capture:
     )
     notes = notes_of(capture, tables, int(unfinished.sum()), num_endless + num_endless_calls + num_unplaced)
     return replace(capture, notes=(*notes, duplicates_note(num_twice)) if num_twice else notes)
-
-
-def _table(cls: type[T], columns: Table) -> T:
-    return cls(**{field.name: columns[field.name] for field in fields(cls)})
 
 
 def _read_calls(tables: SqliteTables, strings: NsysStrings) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Self
@@ -89,6 +89,11 @@ class Columns:
     @classmethod
     def empty(cls) -> Self:
         return cls(**{f.name: np.empty(0, np.int64) for f in fields(cls)})
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Ints]) -> Self:
+        """Those of `columns` that this table has."""
+        return cls(**{field.name: columns[field.name] for field in fields(cls)})
 
     @classmethod
     def from_rows(cls, rows: Iterable[Iterable[int]]) -> Self:

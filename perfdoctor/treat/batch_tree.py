@@ -228,7 +228,7 @@ def _copied(node: Any) -> Any:
 
 def _copied_slots(node: Any) -> Any:
     """A copy of a frozen dataclass. With `__slots__` written by hand `copy` would set them, which it forbids."""
-    slots = [n for kind in type(node).__mro__ for n in _as_names(vars(kind).get("__slots__", ()))]
+    slots = slot_names(type(node))
     if not slots or hasattr(type(node), "__setstate__") or hasattr(type(node), "__copy__"):
         return _copied(node)
     twin = object.__new__(type(node))
@@ -239,8 +239,10 @@ def _copied_slots(node: Any) -> Any:
     return twin
 
 
-def _as_names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slot_names(kind: type) -> list[str]:
+    """The `__slots__` of a class and of those it is made from."""
+    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    return [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
 
 
 def _dataclass(node: Any, leaf: Callable[[Any], Any]) -> Any:

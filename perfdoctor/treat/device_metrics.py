@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from perfdoctor.errors import UsageError
-from perfdoctor.kernels import metrics_launch, metrics_reference
+from perfdoctor.kernels import kernel_launch, metrics_launch, metrics_reference
 from perfdoctor.kernels.pointer_table import is_capturing
 from perfdoctor.treat.devices import named_device, numbered_device
 from perfdoctor.treat.host_ring import HostRing
@@ -87,7 +87,7 @@ class DeviceMetrics:
         if not isinstance(start_step, int) or isinstance(start_step, bool):
             raise UsageError(f"start_step={start_step!r}: expected a whole number, the step before the first update")
         check_statistic(statistic)
-        metrics_launch.check_kernel(kernel)
+        kernel_launch.check_kernel(kernel, metrics_launch.KERNELS)
         self._every = every
         self._shown = statistic
         self._decay = float(ema_decay)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from perfdoctor.record.owners import USER, file_owner
+from perfdoctor.treat.batch_tree import slot_names
 from perfdoctor.treat.graph_values import (
     SCALARS,
     content,
@@ -203,8 +204,7 @@ class Reached:
             self.mappings.append((path, names))
 
     def _visit_slots(self, value: Any, path: str) -> None:
-        names = [name for cls in type(value).__mro__ for name in _as_names(cls.__dict__.get("__slots__", ()))]
-        for name in (name for name in names if not name.startswith("__")):
+        for name in (name for name in slot_names(type(value)) if not name.startswith("__")):
             read = functools.partial(getattr, value, name, missing)
             # object's own, as a frozen dataclass refuses its own
             self._add(Place(path, name, read, functools.partial(_set_slot, value, name)))
@@ -292,10 +292,6 @@ def _cell_place(name: str, cell: types.CellType) -> Place:
             cell.cell_contents = value
 
     return Place("", name, read, write)
-
-
-def _as_names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _set_slot(value: Any, name: str, held: Any) -> None:

@@ -87,7 +87,6 @@ class CallHooks:
 
     def __init__(self) -> None:
         self.group: object = None
-        self._removed = False
         self._handlers: dict[tuple[int, str], tuple[Any, list[_Row]]] = {}
         self._wrappers: list[tuple[Patches, list[_Row]]] = []
         self.reached: set[Place] = set()  # where a call was seen, in whatever thread
@@ -135,7 +134,6 @@ class CallHooks:
 
     def remove(self) -> None:
         """Put everything back."""
-        self._removed = True
         for patches, _ in reversed(self._wrappers):
             patches.undo()
         self._wrappers.clear()

@@ -45,10 +45,6 @@ class BlockClock:
         if event is not None:
             event.synchronize()
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
-
     def times(self) -> list[tuple[int, NDArray[np.float64]]]:
         """`(arm, ns of each step)` of each block, in order. Waits for the device."""
         for arm, stamps in self._blocks[len(self._times) :]:

@@ -7,7 +7,6 @@ tensors on which `.backward()` is called.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -162,7 +161,7 @@ class LiveLoop:
                 self._leaves.update({id(each): each for each in _leaves_of(tensor)})
 
     def _next(self, iterator: Any, fetch: Any) -> Any:
-        if self._busy or not _trains():
+        if self._busy or not torch.is_grad_enabled():
             return fetch(iterator)
         self.requested()
         if not self.held:
@@ -212,7 +211,3 @@ def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _nothing() -> None:
     pass
-
-
-def _trains() -> bool:
-    return bool(sys.modules["torch"].is_grad_enabled())

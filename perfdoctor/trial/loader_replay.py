@@ -19,7 +19,7 @@ NUM_BATCHES = 4
 class LoaderReplay:
     """Stands between the loop and its loaders. `requested()` is called before each batch that is trained on."""
 
-    def __init__(self, requested: Callable[[], None], num_batches: int = NUM_BATCHES) -> None:
+    def __init__(self, requested: Callable[[], None]) -> None:
         self.fetching = True
         self.running = True  # False: hand batches through
         self.num_fetches = 0
@@ -30,7 +30,6 @@ class LoaderReplay:
         self.num_workers = 0
         self.queue = 0  # batches that workers hold ready
         self._requested = requested
-        self._num_batches = num_batches
         self._caches: dict[int, list[Any]] = {}
         self._positions: dict[int, int] = {}
         self._successors: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -93,8 +92,8 @@ class LoaderReplay:
             return fetch()
         self.num_fetches += 1
         cache = self._caches.setdefault(key, [])
-        batch = self._fetched(fetch) if self.fetching or len(cache) < self._num_batches else None
-        if len(cache) < self._num_batches:
+        batch = self._fetched(fetch) if self.fetching or len(cache) < NUM_BATCHES else None
+        if len(cache) < NUM_BATCHES:
             self.turn = len(cache)
             cache.append(batch)
             return fresh(batch)

@@ -58,7 +58,7 @@ class NeutralGraph(Neutraliser):
         self._optimizers, self._batch = tuple(optimizers), batch
         self._patches = Patches()
         self._hooks: CallHooks | None = None
-        self._chain: list[Any] = []  # modules one of which is the model
+        self._chain: list[Any] = []  # modules one of which is the model; `_forwards` goes by their ids: held
         self._forwards: dict[int, Callable[..., Any]] = {}  # by module id
         self._model: Any = None
         self._calls: dict[int, _Call] = {}  # the last one on each batch

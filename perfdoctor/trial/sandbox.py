@@ -51,13 +51,7 @@ class Sandbox:
         self.files: tuple[str, ...] = ()
         self.kept: tuple[str, ...] = ()
         self.escaped: tuple[str, ...] = ()
-        self.switched_off: tuple[str, ...] = ()  # environment variables that were set
         self.scratch = ""
-
-    @property
-    def let_through(self) -> dict[str, str]:
-        """Folders whose files are not redirected -> why."""
-        return dict(self._view.let_through)
 
     def __enter__(self) -> Sandbox:
         if Sandbox._open is not None:
@@ -103,15 +97,13 @@ class Sandbox:
         self._notice_spawns()
 
     def _silence_loggers(self) -> None:
-        settings = {
-            "WANDB_MODE": "disabled",
-            "MLFLOW_TRACKING_URI": f"file://{self.scratch}/mlruns",
-            "COMET_START_ONLINE": "0",
-            "NEPTUNE_MODE": "offline",
-            "CLEARML_OFFLINE_MODE": "1",
-        }
-        os.environ.update(settings)
-        self.switched_off = tuple(f"{name}={value}" for name, value in settings.items())
+        os.environ.update(
+            WANDB_MODE="disabled",
+            MLFLOW_TRACKING_URI=f"file://{self.scratch}/mlruns",
+            COMET_START_ONLINE="0",
+            NEPTUNE_MODE="offline",
+            CLEARML_OFFLINE_MODE="1",
+        )
 
     def _notice_spawns(self) -> None:
         import multiprocessing.popen_forkserver as forkserver

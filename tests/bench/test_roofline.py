@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perfdoctor.bench.label_placement import Box, place_labels
 from perfdoctor.bench.measurement import Measurement
 from perfdoctor.bench.result import BenchResult, BenchRow, Conditions
-from perfdoctor.bench.roofline import Scales, attainable, fit_scales, intensity, render_roofline
+from perfdoctor.bench.roofline import Scales, fit_scales, intensity, render_roofline
 from perfdoctor.bench.roofs import Roofs, find_roofs, shares, vendor_peak
 from perfdoctor.errors import UsageError
 
@@ -65,11 +65,8 @@ def test_a_vendors_figure_has_a_source_and_a_name() -> None:
     assert vendor_peak("NVIDIA H200 NVL") is None  # another card with other figures
 
 
-def test_intensity_and_the_two_sides_of_the_ridge() -> None:
+def test_intensity() -> None:
     assert intensity(row("x", 1.0, 6.0, 3.0)) == 2.0
-    assert attainable(5.0, 1e12, 1e13) == 5e12  # memory binds left of 10 FLOP/B
-    assert attainable(10.0, 1e12, 1e13) == 1e13
-    assert attainable(1000.0, 1e12, 1e13) == 1e13
 
 
 def test_scales_are_logarithmic_and_hold_everything() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from perfdoctor.doors.script_trial import TrialOptions, run_trial
 from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
-from perfdoctor.doors.trial import TrialOptions, run_trial
 from perfdoctor.errors import SessionError
 
 LOOP = """

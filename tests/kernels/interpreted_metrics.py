@@ -1,4 +1,4 @@
-"""The metric kernels on CPU tensors. Run by test_metrics_kernel.py in a process where TRITON_INTERPRET=1 is set."""
+"""The metric kernels on CPU tensors. Run by test_triton_kernels.py in a process where TRITON_INTERPRET=1 is set."""
 
 from __future__ import annotations
 

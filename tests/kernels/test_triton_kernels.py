@@ -12,11 +12,10 @@ import pytest
 
 import perfdoctor
 
-CASES = Path(__file__).parent / "interpreted_cases.py"
-
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["interpreted_cases.py", "interpreted_metrics.py"])
+def test_kernels_in_the_interpreter(cases: str) -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -26,7 +25,7 @@ def test_kernels_in_the_interpreter() -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -1,4 +1,4 @@
-"""Where the steps of the graph_obstacles tests live."""
+"""What the tests of the treatments share: the devices they run on."""
 
 import pytest
 import torch
@@ -26,3 +26,26 @@ def computing_device(request):
         return
     with perfdoctor.emulate_cuda():
         yield "cuda"
+
+
+@pytest.fixture
+def emulated():
+    """The emulated device, on for the time of the test."""
+    with perfdoctor.emulate_cuda():
+        yield
+
+
+@pytest.fixture
+def memory_as_found():
+    """Memory that nobody has written to holds NaN, not by chance a zero."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before the test, nor left after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -14,11 +14,7 @@ from perfdoctor.treat.graph_batch import batch_key, map_tensors
 from perfdoctor.treat.graphed_step import GRAPHED_STEP, FrozenStateWarning, GraphLimitWarning, graphed_step
 from perfdoctor.treat.treatment import Loop
 
-
-@pytest.fixture(autouse=True)
-def emulated():
-    with perfdoctor.emulate_cuda():
-        yield
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 @pytest.mark.parametrize("warm", [False, True])

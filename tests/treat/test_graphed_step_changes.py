@@ -7,7 +7,7 @@ import itertools
 import random
 import weakref
 from collections import OrderedDict, UserList, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,15 +20,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.utils import ModelOutput
 
-import perfdoctor
 from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat.graphed_step import FrozenStateWarning, graphed_step
 
-
-@pytest.fixture(autouse=True)
-def emulated() -> Iterator[None]:
-    with perfdoctor.emulate_cuda():
-        yield
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def _replace(model: nn.Sequential) -> None:

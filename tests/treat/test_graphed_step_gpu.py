@@ -1,75 +1,20 @@
-"""graphed_step on a GPU: bit for bit what the eager step gives, and a usable process after a failure."""
+"""graphed_step on a GPU: bit for bit what the eager step gives."""
 
 import copy
-import gc
-import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
+from graphed_gpu_parts import batches, build, losses_of, network, stepper
 from torch import nn
 
 import perfdoctor
-from perfdoctor.errors import TreatmentRefused
+from perfdoctor.treat.graph_obstacles import graph_obstacles
 from perfdoctor.treat.graph_optimizers import make_capturable
 from perfdoctor.treat.graphed_step import GRAPHED_STEP, GraphLimitWarning, graphed_step
 from perfdoctor.treat.treatment import Loop
 
 pytestmark = pytest.mark.gpu
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.2),
-        nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8),
-    ).cuda()  # fmt: skip
-
-
-def batches(count, rows=16):
-    generator = torch.Generator(device="cuda").manual_seed(7)
-    return [
-        (
-            torch.randn(rows, 32, device="cuda", generator=generator),
-            torch.randint(0, 8, (rows,), device="cuda", generator=generator),
-        )
-        for _ in range(count)
-    ]
-
-
-def stepper(model, opt, zero="none", clip=torch.nn.utils.clip_grad_norm_):
-    def train_step(x, y):
-        if zero != "after":
-            opt.zero_grad(set_to_none=zero == "none")
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        if clip is not None:
-            clip(model.parameters(), 0.5)
-        opt.step()
-        if zero == "after":
-            opt.zero_grad(set_to_none=True)
-        return loss
-
-    return train_step
-
-
-def losses_of(step, given, sched=None, after=None):
-    found = []
-    for index, batch in enumerate(given):
-        found.append(step(*batch))
-        if sched is not None:
-            sched.step()
-        if after is not None:
-            after(index)
-    return torch.stack([loss.detach() for loss in found])
-
-
-def build(optimizer, options, schedule=None, **how):
-    model = network()
-    opt = optimizer(model.parameters(), **{"lr": 1e-2, **options})
-    make_capturable(opt)  # the same optimizer on both sides
-    sched = schedule(opt) if schedule is not None else None
-    return model, opt, sched, stepper(model, opt, **how)
 
 
 def compare(optimizer, options, schedule=None, steps=200, given=None, **how):
@@ -275,169 +220,6 @@ def test_a_loaded_checkpoint_is_followed():
     assert run.num_graphs == 1
 
 
-def usable(before):
-    """After a failure: eager dropout, allocation and a new graph work; nothing has changed."""
-    model, opt, weights, random = before
-    torch.cuda.synchronize()
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert torch.equal(random, torch.cuda.get_rng_state())
-    nn.functional.dropout(torch.ones(1000, device="cuda"), 0.5).sum().item()
-    torch.cuda.set_rng_state(random)
-    step = stepper(model, opt)
-    given = batches(3)
-    run = graphed_step(step, *given[0], model=model, optimizer=opt)
-    losses = losses_of(run, given)
-    assert losses.isfinite().all()
-    assert run.num_replays == 3
-
-
-def fresh():
-    model = network()
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, opt, [p.detach().clone() for p in model.parameters()], torch.cuda.get_rng_state()
-
-
-def test_a_wait_that_only_graph_capture_sees():
-    before = fresh()
-    model, opt = before[:2]
-    step = stepper(model, opt)
-
-    def waiting(x, y):
-        loss = step(x, y)
-        torch.cuda.current_stream().synchronize()
-        return loss
-
-    with pytest.raises(TreatmentRefused) as caught:
-        graphed_step(waiting, *batches(1)[0], model=model, optimizer=opt)
-    assert f"test_graphed_step_gpu.py:{waiting.__code__.co_firstlineno + 2}" in str(caught.value)
-    assert opt.param_groups[0]["lr"] == 1e-2
-    assert not opt.state
-    usable(before)
-
-
-def test_a_read_is_refused_with_its_line_before_any_graph_capture():
-    before = fresh()
-    model, opt = before[:2]
-    step = stepper(model, opt)
-
-    def reading(x, y):
-        return step(x, y).item()
-
-    with pytest.raises(TreatmentRefused, match=r"item: reads a device value") as caught:
-        graphed_step(reading, *batches(1)[0], model=model, optimizer=opt)
-    assert f"test_graphed_step_gpu.py:{reading.__code__.co_firstlineno + 1}" in str(caught.value)
-    usable(before)
-
-
-def test_an_error_during_graph_capture():
-    before = fresh()
-    model, opt = before[:2]
-    step = stepper(model, opt)
-
-    def failing(x, y):
-        loss = step(x, y)
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError("in the graph")
-        return loss
-
-    with pytest.raises(TreatmentRefused, match="in the graph"):
-        graphed_step(failing, *batches(1)[0], model=model, optimizer=opt)
-    usable(before)
-
-
-def test_a_failure_leaves_the_graphs_before_it_right():
-    """The default generator serves the first graph and the failed one: dropout must go on as in eager."""
-    given, more = batches(20), batches(20, 12)
-    runs = []
-    for graphed in (False, True):
-        model, opt, _, step = build(torch.optim.AdamW, {})
-        torch.manual_seed(3)
-
-        def picky(x, y, step=step):
-            loss = step(x, y)
-            if len(x) == 12 and torch.cuda.is_current_stream_capturing():
-                torch.cuda.current_stream().synchronize()
-            return loss
-
-        run = graphed_step(picky, *given[0], model=model, optimizer=opt) if graphed else picky
-        order = [row for pair in zip(given, more, strict=True) for row in pair]
-        if graphed:
-            with pytest.warns(GraphLimitWarning, match="runs eagerly"):
-                runs.append(losses_of(run, order))
-        else:
-            runs.append(losses_of(run, order))
-    assert torch.equal(*runs)
-    assert run.num_graphs == 1
-
-
-def test_out_of_memory_says_so_and_gives_the_memory_back():
-    before = fresh()
-    model, opt = before[:2]
-    step = stepper(model, opt)
-    total = torch.cuda.get_device_properties(0).total_memory
-
-    def greedy(x, y):
-        loss = step(x, y)
-        if torch.cuda.is_current_stream_capturing():
-            held = torch.empty(2 * total, dtype=torch.uint8, device="cuda")
-            loss = loss + held[0]
-        return loss
-
-    other = network()
-    other_opt = torch.optim.AdamW(other.parameters())
-    graphed_step(stepper(other, other_opt), *batches(1)[0], model=other, optimizer=other_opt)  # workspaces of cuBLAS
-    gc.collect()
-    torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved()
-    with pytest.raises(TreatmentRefused, match="out of device memory") as caught:
-        graphed_step(greedy, *batches(1)[0], model=model, optimizer=opt)
-    assert f"test_graphed_step_gpu.py:{greedy.__code__.co_firstlineno + 3}" in str(caught.value)
-    del caught
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved + 32 * 2**20
-    usable(before)
-
-
-def test_a_thread_that_pins_memory_is_no_trouble():
-    model, opt, _, step = build(torch.optim.AdamW, {})
-    given = batches(3)
-    stop = threading.Event()
-
-    def pin():
-        size = 1
-        while not stop.is_set():
-            torch.empty(size * 4096, pin_memory=True)
-            size = size % 4096 + 1
-
-    thread = threading.Thread(target=pin, daemon=True)
-    thread.start()
-    try:
-        for _ in range(5):
-            run = graphed_step(step, *given[0], model=model, optimizer=opt)
-            run(*given[1])
-    finally:
-        stop.set()
-        thread.join()
-
-
-def test_released_graphs_give_their_memory_back():
-    model, opt, _, step = build(torch.optim.AdamW, {})
-    given = batches(2)
-    sizes = []
-    for _ in range(4):
-        run = graphed_step(step, *given[0], model=model, optimizer=opt)
-        run(*given[1])
-        run.release()
-        make_capturable(opt)
-        del run
-        gc.collect()
-        torch.cuda.empty_cache()
-        sizes.append(torch.cuda.memory_reserved())
-    assert sizes[-1] <= sizes[1] + 4 * 2**20
-
-
 def test_as_a_treatment():
     model = network()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -464,16 +246,10 @@ def test_obstacles_on_the_device_itself():
         return loss.item()
 
     before = [p.detach().clone() for p in model.parameters()]
-    found = perfdoctor_obstacles(bad, *batches(1)[0])
+    found = graph_obstacles(bad, *batches(1)[0])
     line = bad.__code__.co_firstlineno
     assert {(row.code, row.site.frame.line) for row in found} >= {
         ("capture-python-state", line + 1), ("capture-sync", line + 3)
     }  # fmt: skip
     assert calls == {"n": 0}
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def perfdoctor_obstacles(*args):
-    from perfdoctor.treat.graph_obstacles import graph_obstacles
-
-    return graph_obstacles(*args)

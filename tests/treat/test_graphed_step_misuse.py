@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import perfdoctor
 from perfdoctor.errors import UsageError
 from perfdoctor.treat.graph_obstacles import graph_obstacles
 from perfdoctor.treat.graphed_step import graphed_step
 
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
-    with perfdoctor.emulate_cuda():
-        yield
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[..., torch.Tensor]]:

@@ -7,16 +7,11 @@ import torch
 from graphed_parts import batch, build, numbers, same
 from torch import nn
 
-import perfdoctor
 from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat import graph_failure
 from perfdoctor.treat.graphed_step import FrozenStateWarning, graphed_step
 
-
-@pytest.fixture(autouse=True)
-def emulated():
-    with perfdoctor.emulate_cuda():
-        yield
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def refused(match, train_step, *given, **options):

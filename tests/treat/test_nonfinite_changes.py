@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -101,14 +101,6 @@ def test_a_tree_is_current_until_a_member_is_another() -> None:
     tree = ModuleTree([model])
     model(torch.ones(1, 2))
     assert tree.is_current
-
-
-@pytest.fixture
-def memory_as_found() -> Iterator[None]:
-    """Memory that nobody has written to holds NaN, not by chance a zero."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("memory_as_found")

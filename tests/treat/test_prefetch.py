@@ -20,13 +20,7 @@ from perfdoctor.errors import UsageError
 from perfdoctor.treat.prefetch import DevicePrefetcher
 
 
-@pytest.fixture
-def cuda() -> Iterator[None]:
-    with perfdoctor.emulate_cuda():
-        yield
-
-
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("size", [8, BIG])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("stable", [False, True])
@@ -38,7 +32,7 @@ def test_every_batch_comes_once_in_order(size: int, depth: int, stable: bool) ->
         assert seen == [(i, float(i), True) for i in range(9)]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("size", [8, BIG])
 def test_no_step_waits_for_the_device(size: int) -> None:
     prefetcher = DevicePrefetcher(batches(9, size), "cuda")
@@ -48,7 +42,7 @@ def test_no_step_waits_for_the_device(size: int) -> None:
                 batch["x"].mul(2).sum()
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_the_ring_has_depth_plus_two_addresses_and_keeps_them_over_epochs() -> None:
     prefetcher = DevicePrefetcher(batches(12), "cuda", depth=3)
     addresses = [[batch["x"].data_ptr() for batch in prefetcher] for _ in range(2)]
@@ -56,7 +50,7 @@ def test_the_ring_has_depth_plus_two_addresses_and_keeps_them_over_epochs() -> N
     assert set(addresses[1]) == set(addresses[0])
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("stable", [False, True])
 def test_shapes_dtypes_and_the_number_of_tensors_may_change(stable: bool) -> None:
     loader: list[Any] = [
@@ -86,7 +80,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_an_exception_comes_after_the_batches_before_it_and_leaves_nothing() -> None:
     class Broken(Exception):
         pass
@@ -111,7 +105,7 @@ def test_an_exception_comes_after_the_batches_before_it_and_leaves_nothing() -> 
     assert not prefetcher._idle  # the ring's memory is given back
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_a_loop_that_is_left_leaves_no_thread_and_starts_anew() -> None:
     prefetcher = DevicePrefetcher(batches(9, BIG), "cuda")
     for _ in range(3):
@@ -132,7 +126,7 @@ def fail_in_the_first_step(prefetcher: DevicePrefetcher) -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_a_loop_over_an_iterator_goes_on_where_it_was_left() -> None:
     prefetcher = DevicePrefetcher(iter(batches(9)), "cuda")
     seen = []
@@ -145,14 +139,14 @@ def test_a_loop_over_an_iterator_goes_on_where_it_was_left() -> None:
     assert list(prefetcher) == []
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_two_loops_at_once_do_not_mix() -> None:
     prefetcher = DevicePrefetcher(batches(6), "cuda")
     pairs = [(value(a["x"]), value(b["x"])) for a, b in zip(prefetcher, prefetcher, strict=True)]
     assert pairs == [(float(i), float(i)) for i in range(6)]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("size", [8, BIG])
 def test_a_loader_may_fill_the_same_memory_again(size: int) -> None:
     def loader() -> Iterator[Batch]:
@@ -167,7 +161,7 @@ def test_a_loader_may_fill_the_same_memory_again(size: int) -> None:
     ]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_unpinned_batches_are_let_go_once_staged_and_pinned_ones_once_copied() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
@@ -262,7 +256,7 @@ def test_the_state_is_that_of_the_last_batch_handed_out(emulated: bool) -> None:
         states()
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_what_the_loader_has_is_reached_through_it() -> None:
     loader = _Stateful()
     prefetcher = DevicePrefetcher(loader, "cuda")
@@ -287,7 +281,7 @@ def test_without_cuda_the_very_batches_pass_through() -> None:
         assert len(prefetcher) == 4
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("in_inference_mode", [True, False])
 def test_a_ring_serves_training_after_inference(in_inference_mode: bool) -> None:
     prefetcher = DevicePrefetcher(batches(6), "cuda")
@@ -300,7 +294,7 @@ def test_a_ring_serves_training_after_inference(in_inference_mode: bool) -> None
     assert value(weight.grad) == 15.0
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_a_data_loader_with_pinned_memory_and_a_last_partial_batch() -> None:
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
     loader = DataLoader(data, batch_size=4)
@@ -311,7 +305,7 @@ def test_a_data_loader_with_pinned_memory_and_a_last_partial_batch() -> None:
     assert [y.cpu().tolist() for _, y in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -334,7 +328,7 @@ def test_bad_input_is_named(arguments: dict[str, Any], words: str) -> None:
         DevicePrefetcher(**{"loader": [1], **arguments})
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("stable", [False, True])
 def test_a_host_that_is_far_ahead_waits_for_a_slot_without_a_sync(
     monkeypatch: pytest.MonkeyPatch, stable: bool

@@ -5,23 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-import perfdoctor
 from perfdoctor.errors import UsageError
 from perfdoctor.treat.batch_tree import take_apart
 from perfdoctor.treat.prefetch import DevicePrefetcher
 
-
-@pytest.fixture(autouse=True)
-def cuda() -> Iterator[None]:
-    with perfdoctor.emulate_cuda():
-        yield
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def through(batch: Any) -> Any:

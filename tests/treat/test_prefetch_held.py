@@ -5,7 +5,6 @@ Copies run at once on the emulated device, so a slot that was filled too early s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_loops import Batch, batches, staging_threads, value
 
-import perfdoctor
 from perfdoctor.errors import StaleBatchError
 from perfdoctor.treat.prefetch import DevicePrefetcher
 
 
-@pytest.fixture
-def cuda() -> Iterator[None]:
-    with perfdoctor.emulate_cuda():
-        yield
-
-
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40), st.sampled_from(["tensor", "view", "grad", "storage"]))),
@@ -60,14 +52,14 @@ def _held(batch: torch.Tensor, how: str) -> Any:
     return lambda: value(batch)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_all_batches_may_be_kept() -> None:
     for epoch in range(2):
         kept = list(DevicePrefetcher(batches(11), "cuda"))
         assert [value(batch["x"]) for batch in kept] == [float(i) for i in range(11)], epoch
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_one_kept_tensor_keeps_its_own_memory_only() -> None:
     loader = [(torch.full((4,), float(i)), torch.full((4,), -float(i))) for i in range(20)]
     labels, images = [], set()
@@ -78,7 +70,7 @@ def test_one_kept_tensor_keeps_its_own_memory_only() -> None:
     assert [value(label) for label in labels] == [-float(i) for i in range(20)]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_what_the_user_sets_on_a_tensor_stays_with_it() -> None:
     for step, (x,) in enumerate(DevicePrefetcher([(torch.ones(3),)] * 9, "cuda")):
         assert not x.requires_grad, step
@@ -88,7 +80,7 @@ def test_what_the_user_sets_on_a_tensor_stays_with_it() -> None:
         x.data.add_(5)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_a_fixed_address_that_is_still_held_is_an_error_at_the_step_that_needs_it() -> None:
     depth, seen = 2, 0
     prefetcher = DevicePrefetcher(batches(20), "cuda", depth, stable_addresses=True)
@@ -108,7 +100,7 @@ def test_a_fixed_address_that_is_still_held_is_an_error_at_the_step_that_needs_i
     assert not staging_threads()
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_batch_at_a_fixed_address_may_be_kept_for_depth_steps(depth: int) -> None:
     window: list[Batch] = []
@@ -117,7 +109,7 @@ def test_a_batch_at_a_fixed_address_may_be_kept_for_depth_steps(depth: int) -> N
         assert [value(old["x"]) for old in window] == [float(n) for n in range(max(0, i - depth), i + 1)]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_last_batch_of_an_epoch_may_be_held_while_the_next_begins(count: int) -> None:
     prefetcher = DevicePrefetcher(batches(count), "cuda", stable_addresses=True)
@@ -131,7 +123,7 @@ def test_the_last_batch_of_an_epoch_may_be_held_while_the_next_begins(count: int
     assert len(addresses) == 4
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("emulated")
 def test_each_shape_has_fixed_addresses_of_its_own() -> None:
     sizes = [8, 8, 8, 8, 24, 8, 8, 8, 8, 24, 8, 8]
     prefetcher = DevicePrefetcher([torch.ones(n) for n in sizes], "cuda", 2, stable_addresses=True)

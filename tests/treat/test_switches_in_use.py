@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import gc
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,14 +23,6 @@ from perfdoctor.treat.switches import TREATMENTS, treatment
 from perfdoctor.treat.treatment import Loop
 
 TWICE = [name for name in LIGHT if name not in ("pin_memory", "prefetch", "tf32", "cudnn_benchmark")]
-
-
-@pytest.fixture
-def memory_as_found() -> Iterator[None]:
-    """Memory that nobody has written to holds NaN, not by chance a zero."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -6,24 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import perfdoctor
 from perfdoctor.trial.live_loop import LiveLoop
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def device() -> Iterator[Any]:
-    with perfdoctor.emulate_cuda() as emulated:
-        yield emulated
 
 
 def _seen(train: Callable[[], None]) -> tuple[Any, list[torch.Tensor]]:

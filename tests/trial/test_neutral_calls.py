@@ -1,33 +1,19 @@
 """Loggers and clipping, on a real loop: skipped whole, exchanged, and put back."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from suspect_trials import line_of
 from torch import nn
 from torch.nn.utils import clip_grad
 from torch.utils.tensorboard import SummaryWriter
 
-import perfdoctor
 from perfdoctor.trial.call_hooks import CallHooks, Place
 from perfdoctor.trial.neutral_clip import NeutralClip
 from perfdoctor.trial.neutral_logger import NeutralLogger, logger_calls
 from perfdoctor.trial.neutraliser import OFF
-
-HERE = __file__
-
-
-def line_of(marker: str) -> int:
-    lines = Path(HERE).read_text().splitlines()
-    return next(i for i, line in enumerate(lines, 1) if f"# {marker}" in line and "line_of" not in line)
-
-
-@pytest.fixture
-def device() -> Iterator[Any]:
-    with perfdoctor.emulate_cuda() as emulated:
-        yield emulated
 
 
 def test_a_logger_is_not_called_and_what_it_reads_is_not_read(device: Any, tmp_path: Path) -> None:
@@ -35,8 +21,8 @@ def test_a_logger_is_not_called_and_what_it_reads_is_not_read(device: Any, tmp_p
     written: list[Any] = []
     writer._get_file_writer().add_summary = lambda summary, *_: written.append(summary.value[0].simple_value)  # type: ignore[method-assign, union-attr]
     hooks = CallHooks()
-    line = line_of("logged")
-    neutral = NeutralLogger(Place(file=HERE, first=line, last=line))
+    line = line_of(__file__, "logged")
+    neutral = NeutralLogger(Place(file=__file__, first=line, last=line))
     before = SummaryWriter.add_scalar, torch.Tensor.item
     neutral.install(hooks)
     hooks.install()

@@ -2,26 +2,19 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import perfdoctor
 from perfdoctor.trial.call_hooks import CallHooks
 from perfdoctor.trial.live_model import model_chain
 from perfdoctor.trial.neutral_graph import NeutralGraph
 from perfdoctor.trial.neutraliser import OFF
 
 OBSERVED, ON, STEPS = 6, 6, 16
-
-
-@pytest.fixture
-def device() -> Iterator[Any]:
-    with perfdoctor.emulate_cuda() as emulated:
-        yield emulated
 
 
 class Tied(nn.Module):

@@ -1,66 +1,19 @@
 """Suspects in the forms that scripts write them in, on the emulated device: the same numbers, or a reason."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from suspect_trials import STALL, finding, run, trial_of
 from torch import nn
 
-import perfdoctor
-from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, StepTime
-from perfdoctor.record.capture import Frame, Site
-from perfdoctor.trial.clock import BlockClock
-from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.outcome import TrialOutcome
-from perfdoctor.trial.runner import Limits, Trial
-from perfdoctor.trial.suspects import Surroundings, choose_suspects
-
-HERE = __file__
-STALL = 100
-
-
-@pytest.fixture
-def device() -> Iterator[Any]:
-    with perfdoctor.emulate_cuda() as emulated:
-        yield emulated
-
-
-def line_of(marker: str) -> int:
-    lines = Path(HERE).read_text().splitlines()
-    return next(i for i, line in enumerate(lines, 1) if f"# {marker}" in line and "line_of" not in line)
 
 
 def tried(device: Any, step: Callable[[int], None], marker: str, code: str, kind: str) -> TrialOutcome:
-    """The trial of one line, with a clock that says 1000 for a step and 100 for each crossing to the host."""
-    site = Site(frame=Frame(file=HERE, line=line_of(marker), function="", owner="user"), text=marker)
-    found = Finding(code=code, severity=Severity.COST, title=kind, kind=kind, site=site, count=1.0)
-    diagnosis = Diagnosis(
-        source="test",
-        step=StepTime(median_ns=25_000_000, low_ns=0, high_ns=0, num_steps=10, basis="test"),
-        accounting=None,
-        binding=Binding.UNKNOWN,
-        findings=(found,),
-        leave_alone=(),
-    )
-    replay = LoaderReplay(lambda: None)
-    suspects = choose_suspects(diagnosis, Surroundings(optimizers=(), replay=replay))
-    limits, clock = Limits(steps=1000, seconds=600), BlockClock(lambda a, b: b - a)
-    trial = Trial(diagnosis, suspects, replay, limits=limits, clock=clock)
-    trial.start()
-    now = 0
-    try:
-        for number in range(100_000):
-            before = len(device.log.hits)
-            step(number)
-            now += 1000 + STALL * (len(device.log.hits) - before)
-            trial.step_ended(now)
-            if trial.over:
-                break
-    finally:
-        trial.finish()
-    return trial.outcome()
+    return run(device, trial_of([finding(__file__, marker, code, kind)]), step)
 
 
 def saved(outcome: TrialOutcome, mode: str = "gone") -> int:

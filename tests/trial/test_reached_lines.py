@@ -8,62 +8,32 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import suspect_trials
 import torch
+from suspect_trials import run, trial_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-import perfdoctor
-from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, StepTime
-from perfdoctor.record.capture import Frame, Site
+from perfdoctor.diagnose.finding import Finding
 from perfdoctor.trial.call_hooks import Place
-from perfdoctor.trial.clock import BlockClock
-from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.outcome import TrialOutcome
 from perfdoctor.trial.reached_lines import ReachedLines
-from perfdoctor.trial.runner import MOST_OBSERVED_STEPS, OBSERVED_STEPS, Limits, Trial
-from perfdoctor.trial.suspects import Surroundings, choose_suspects
+from perfdoctor.trial.runner import MOST_OBSERVED_STEPS, OBSERVED_STEPS
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__)
+finding = partial(suspect_trials.finding, __file__)
 
 
-@pytest.fixture
-def device() -> Iterator[Any]:
-    with perfdoctor.emulate_cuda() as emulated:
-        yield emulated
-
-
-def finding(marker: str, code: str, kind: str, *, exact: bool = True) -> Finding:
-    lines = HERE.read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if text.rstrip().endswith(f"# {marker}"))
-    site = Site(frame=Frame(file=str(HERE), line=line, function="", owner="user"), text=marker, exact=exact)
-    return Finding(code=code, severity=Severity.COST, title=kind, kind=kind, site=site, count=1.0)
-
-
-def tried(step: Callable[[int], None], optimizer: Any, *findings: Finding, steps: int = 600) -> TrialOutcome:
-    per_step = StepTime(median_ns=25_000_000, low_ns=0, high_ns=0, num_steps=10, basis="test")
-    diagnosis = Diagnosis(
-        source="test", step=per_step, accounting=None, binding=Binding.UNKNOWN, findings=findings, leave_alone=()
-    )
-    replay = LoaderReplay(lambda: None)
-    suspects = choose_suspects(diagnosis, Surroundings(optimizers=(optimizer,), replay=replay))
-    clock = BlockClock(lambda a, b: b - a)
-    trial = Trial(diagnosis, suspects, replay, limits=Limits(steps=steps, seconds=600), most=10, clock=clock)
-    trial.start()
-    try:
-        for number in range(10_000):
-            step(number)
-            trial.step_ended(number)
-            if trial.over:
-                break
-    finally:
-        trial.finish()
-    return trial.outcome()
+def tried(
+    device: Any, step: Callable[[int], None], optimizer: Any, *findings: Finding, steps: int = 600
+) -> TrialOutcome:
+    return run(device, trial_of(findings, optimizer, steps=steps), step, 10_000)
 
 
 class Loop:
@@ -107,7 +77,7 @@ KINDS = {
 @pytest.mark.parametrize("marker", KINDS)
 def test_a_line_that_does_not_run_is_said_to_be_that(device: Any, marker: str) -> None:
     loop = Loop(every=10**9)
-    (refusal,) = tried(loop.step, loop.optimizer, finding(marker, *KINDS[marker])).refused
+    (refusal,) = tried(device, loop.step, loop.optimizer, finding(marker, *KINDS[marker])).refused
     assert refusal.why == f"its line did not run in the {MOST_OBSERVED_STEPS} steps that the trial looked at"
     assert sys.gettrace() is None
 
@@ -115,7 +85,7 @@ def test_a_line_that_does_not_run_is_said_to_be_that(device: Any, marker: str) -
 @pytest.mark.parametrize("marker", ["read", "waited"])
 def test_a_line_that_runs_now_and_then_is_tried(device: Any, marker: str) -> None:
     loop = Loop(every=10)
-    outcome = tried(loop.step, loop.optimizer, finding(marker, *KINDS[marker]))
+    outcome = tried(device, loop.step, loop.optimizer, finding(marker, *KINDS[marker]))
     assert not outcome.refused
     assert outcome.arms
 
@@ -129,7 +99,7 @@ def test_where_all_lines_have_run_nothing_more_is_looked_at(device: Any) -> None
         if sys.gettrace() is not None:
             seen.append(number)
 
-    outcome = tried(step, loop.optimizer, finding("read", *KINDS["read"]), steps=60)
+    outcome = tried(device, step, loop.optimizer, finding("read", *KINDS["read"]), steps=60)
     assert seen == []  # traced until the line ran
     assert outcome.arms
     assert OBSERVED_STEPS < MOST_OBSERVED_STEPS
@@ -142,13 +112,13 @@ def test_a_line_that_runs_and_shows_no_call_keeps_its_reason(device: Any) -> Non
         loop.step(number)
         sum(range(3))  # nothing
 
-    (refusal,) = tried(step, loop.optimizer, finding("nothing", "host-sync", "item")).refused
+    (refusal,) = tried(device, step, loop.optimizer, finding("nothing", "host-sync", "item")).refused
     assert "no call that Python sees reads a tensor here" in refusal.why
 
 
 def test_a_line_that_is_no_call_but_a_function_is_not_judged(device: Any) -> None:
     loop = Loop(every=10**9)
-    (refusal,) = tried(loop.step, loop.optimizer, finding("read", *KINDS["read"], exact=False)).refused
+    (refusal,) = tried(device, loop.step, loop.optimizer, finding("read", *KINDS["read"], exact=False)).refused
     assert "did not run" not in refusal.why
 
 
@@ -160,7 +130,7 @@ def test_a_debugger_stays(device: Any) -> None:
 
     sys.settrace(debugger)
     try:
-        (refusal,) = tried(loop.step, loop.optimizer, finding("read", *KINDS["read"])).refused
+        (refusal,) = tried(device, loop.step, loop.optimizer, finding("read", *KINDS["read"])).refused
         assert sys.gettrace() is debugger
     finally:
         sys.settrace(None)
@@ -235,7 +205,7 @@ def test_a_line_that_another_thread_runs_is_not_said_to_be_missed(device: Any) -
         thread.start()
         thread.join()
 
-    (refusal,) = tried(step, loop.optimizer, finding("masked by a thread", *KINDS["masked"])).refused
+    (refusal,) = tried(device, step, loop.optimizer, finding("masked by a thread", *KINDS["masked"])).refused
     assert "gives another size each time" in refusal.why
 
 

@@ -3,38 +3,24 @@
 import gc
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
+import suspect_trials
 import torch
+from suspect_trials import trial_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 import perfdoctor
-from perfdoctor.diagnose.finding import Binding, Diagnosis, Finding, Severity, StepTime
-from perfdoctor.record.capture import Frame, Site
-from perfdoctor.trial.clock import BlockClock
-from perfdoctor.trial.loader_replay import LoaderReplay
-from perfdoctor.trial.runner import OBSERVED_STEPS, Limits, Trial
-from perfdoctor.trial.suspects import Surroundings, choose_suspects
+from perfdoctor.diagnose.finding import Finding
+from perfdoctor.trial.runner import OBSERVED_STEPS, Trial
 
-HERE = Path(__file__)
 METHODS = ("item", "to", "cpu", "norm", "pow", "sum", "mul_", "add_", "__getitem__", "__bool__", "__format__", "copy_")
 
 
-@pytest.fixture
-def device() -> Iterator[Any]:
-    with perfdoctor.emulate_cuda() as emulated:
-        yield emulated
-
-
-def finding(marker: str, code: str, kind: str, title: str = "") -> Finding:
-    lines = HERE.read_text().splitlines()
-    at = next((i for i, line in enumerate(lines, 1) if f"# {marker}" in line and "finding(" not in line), 0)
-    site = Site(frame=Frame(file=str(HERE), line=at, function="", owner="user"), text=marker) if at else None
-    return Finding(code=code, severity=Severity.COST, title=title or kind, kind=kind, site=site, count=1.0)
+finding = partial(suspect_trials.finding, __file__)
 
 
 class Loop:
@@ -69,19 +55,8 @@ def findings() -> list[Finding]:
         finding("", "garbage-collection", "python_gc"),
         finding("", "data-wait", "data_wait"),
         finding("", "launch-bound", "launch_bound"),
-        finding("", "gradient-loop", "launch_bound", "a single-tensor optimizer step"),
+        finding("", "gradient-loop", "launch_bound", title="a single-tensor optimizer step"),
     ]
-
-
-def trial_of(loop: Loop) -> Trial:
-    step = StepTime(median_ns=25_000_000, low_ns=0, high_ns=0, num_steps=10, basis="test")
-    diagnosis = Diagnosis(
-        source="test", step=step, accounting=None, binding=Binding.UNKNOWN, findings=tuple(findings()), leave_alone=()
-    )
-    replay = LoaderReplay(lambda: None)
-    suspects = choose_suspects(diagnosis, Surroundings(optimizers=(loop.optimizer,), replay=replay))
-    clock = BlockClock(lambda a, b: b - a)
-    return Trial(diagnosis, suspects, replay, limits=Limits(steps=4000, seconds=600), most=10, clock=clock)
 
 
 def global_state() -> list[Any]:
@@ -121,7 +96,7 @@ def test_an_error_in_the_loop_at_any_moment(device: Any, error: type[BaseExcepti
     loop = Loop()
     before = global_state()
     for moment in MOMENTS:
-        trial = trial_of(loop)
+        trial = trial_of(findings(), loop.optimizer, steps=4000)
         trial.start()
         with pytest.raises(error):
             run_until(moment, loop, trial, error)
@@ -134,7 +109,7 @@ def test_an_error_in_the_loop_at_any_moment(device: Any, error: type[BaseExcepti
 def test_one_that_cannot_be_put_back_does_not_keep_the_others(device: Any) -> None:
     loop = Loop()
     before = global_state()
-    trial = trial_of(loop)
+    trial = trial_of(findings(), loop.optimizer, steps=4000)
     trial.start()
     trial._neutralisers[3].remove = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
@@ -146,7 +121,7 @@ def test_a_patch_that_the_loop_makes_meanwhile_is_called_and_stays(device: Any) 
     loop = Loop()
     item = torch.Tensor.item
     calls = []
-    trial = trial_of(loop)
+    trial = trial_of(findings(), loop.optimizer, steps=4000)
     trial.start()
     under = torch.Tensor.item
 
@@ -169,7 +144,7 @@ def test_a_patch_that_the_loop_makes_meanwhile_is_called_and_stays(device: Any) 
 
 def test_other_threads_read_their_own_values(device: Any) -> None:
     loop = Loop()
-    trial = trial_of(loop)
+    trial = trial_of(findings(), loop.optimizer, steps=4000)
     wrong: list[float] = []
     over = threading.Event()
 
@@ -196,7 +171,7 @@ def test_other_threads_read_their_own_values(device: Any) -> None:
 
 def test_a_loader_in_the_middle_of_its_epoch_goes_on(device: Any) -> None:
     loop = Loop()
-    trial = trial_of(loop)
+    trial = trial_of(findings(), loop.optimizer, steps=4000)
     trial.start()
     for number in range(20):
         loop.step()
@@ -210,7 +185,7 @@ def test_a_second_trial_in_the_same_process(device: Any) -> None:
     before = global_state()
     for _ in range(2):
         loop = Loop()
-        trial = trial_of(loop)
+        trial = trial_of(findings(), loop.optimizer, steps=4000)
         trial.start()
         for number in range(8 + 40):
             loop.step()

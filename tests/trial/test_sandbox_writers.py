@@ -20,23 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from written_files import database, tree
 
 from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.sandbox_survey import Survey
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder with a file and a folder in it; it is the working directory."""
-    (tmp_path / "old.txt").write_text("old")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.txt").write_text("a")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def tree(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 def scripted(path: str) -> None:
@@ -107,13 +94,6 @@ def hdf5(path: str) -> None:
         h5py.File(path, "x")
     with pytest.raises(FileNotFoundError):
         h5py.File(f"{path}.none", "r+")
-
-
-def database(path: str) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute("create table t(a)")
-    connection.commit()
-    connection.close()
 
 
 def shelf(path: str) -> None:

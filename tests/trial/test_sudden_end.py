@@ -39,10 +39,6 @@ OWN_EXITS = """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))"""
 OWN_LEAVES_AT_ONCE = """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(9))"""
-A_WORKER = """
-    if os.fork() == 0:
-        while True:
-            time.sleep(0.01)"""
 
 
 def _start(folder: Path, code: str) -> subprocess.Popen[str]:
