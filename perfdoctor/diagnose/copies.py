@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from perfdoctor.diagnose.attribution import SyncGroup
-from perfdoctor.diagnose.finding import Finding
-from perfdoctor.diagnose.hit_counts import hit_counts
+from perfdoctor.diagnose.finding import Advice, Finding
+from perfdoctor.diagnose.hit_counts import HitCount, hit_counts
 from perfdoctor.diagnose.host_sync import code_of, finding_from_hits, idle_after, what_followed, worst
 from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.ruled_out import has
 from perfdoctor.record import intervals
-from perfdoctor.record.capture import CallKind
+from perfdoctor.record.capture import CallKind, Site
 from perfdoctor.record.sync_kinds import BLOCKING_COPY, KINDS, PAGEABLE_COPY
 from perfdoctor.units import format_bytes
 
@@ -32,12 +34,30 @@ def check_copies(review: Review) -> Iterator[Priced]:
         if code_of(group.kind) in (PAGEABLE_COPY, BLOCKING_COPY):
             count = counted.pop((group.kind, group.place), None) if group.place else None
             if count is not None and not count.regular:
-                yield finding_from_hits(review, count)
+                yield _from_hits(review, count)
             else:
                 yield _copy_finding(review, group)
     for count in counted.values():
         if code_of(count.kind) in (PAGEABLE_COPY, BLOCKING_COPY):
-            yield finding_from_hits(review, count)
+            yield _from_hits(review, count)
+
+
+def _from_hits(review: Review, count: HitCount) -> Priced:
+    priced = finding_from_hits(review, count)
+    return replace(priced, finding=replace(priced.finding, advice=_advice(review, count.kind, count.place)))
+
+
+def _advice(review: Review, kind: str, place: Site | None) -> Advice:
+    """The advice of the line; where it is to have the loader pin, and that pins already, what else to do."""
+    found = advice_at(kind, place)
+    pinned = review.capture.environment.pin_memory or has(review.capture, "prefetch")
+    if kind != "h2d_pageable" or not pinned or not any("DataLoader" in line for line in found.lines):
+        return found
+    return Advice(
+        text="the loader pins its batches already, and this tensor is none of them: make it on the device, or pin it "
+        "where it is made (a batch class of your own needs a pin_memory() method)",
+        lines=("x = torch.empty(shape, pin_memory=True)   # or made pinned", "x = x.to(device, non_blocking=True)"),
+    )
 
 
 _SPEED_BYTES = 65_536
@@ -77,7 +97,7 @@ def _copy_finding(review: Review, group: SyncGroup) -> Priced:
         headroom=headroom,
         afterwards=what_followed(review, held, group.place),
         basis=review.basis,
-        advice=advice_at(group.kind, group.place),
+        advice=_advice(review, group.kind, group.place),
         evidence=worst(timeline.calls.start_ns[held], timeline.calls.end_ns[held]),
     )
     return Priced(finding=finding, edits=edits)

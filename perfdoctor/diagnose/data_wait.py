@@ -12,6 +12,7 @@ from perfdoctor.diagnose.finding import Advice, Finding, Headroom, Severity
 from perfdoctor.diagnose.host_sync import worst
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.ruled_out import has
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Site
 from perfdoctor.record.intervals import Intervals
@@ -145,6 +146,12 @@ def _advice(review: Review) -> Advice:
     return Advice(text=f"{text}{room}", lines=lines)
 
 
+def _respawn_advice(review: Review) -> Advice:
+    if has(review.capture, "persistent_workers"):
+        return Advice(text="the workers persist already: build the DataLoader once, before the loop, not in each epoch")
+    return advice("keep the workers from epoch to epoch", "worker-respawn")
+
+
 def _may_use(cpus: float) -> str:
     return f"the process may use {format_plural(cpus, 'CPU')}"
 
@@ -178,7 +185,7 @@ def check_worker_respawn(review: Review) -> Iterator[Priced]:
         gpu_idle_ns=review.claim("worker-respawn", spans) if review.has_device else None,
         headroom=headroom,
         basis=review.basis,
-        advice=advice("keep the workers from epoch to epoch", "worker-respawn"),
+        advice=_respawn_advice(review),
         evidence=worst(*spans),
     )
     yield Priced(finding=finding, edits=edits)

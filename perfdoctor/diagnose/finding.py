@@ -160,3 +160,6 @@ class Diagnosis:
     overheads: tuple[Overhead, ...] = ()
     ranks: tuple[RankRow, ...] = ()
     advice: tuple[str, ...] = ()  # remarks on the whole loop
+    ruled_out: frozenset[str] = (
+        frozenset()
+    )  # names of treatments that the loop has already, or that have no point in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -45,8 +46,8 @@ def _finding(review: Review, motif: tuple[str, ...], site: Site | None, loops: l
     headroom = review.headroom(edits)
     tensors = int(np.median([loop.repeats for loop in loops]))
     launches = tensors * sum(name != "read" for name in motif)
-    title, tip, key = describe(motif)
-    if key == "optimizer-loop":
+    title, tip, key = describe(motif, site.text if site is not None else "")
+    if key == "optimizer-loop" and not review.capture.environment.fused_optimizer:
         site = _built_at(review, site)
     reads = f" and {format_plural(tensors * motif.count('read'), 'read')}" if "read" in motif else ""
     finding = Finding(
@@ -61,10 +62,17 @@ def _finding(review: Review, motif: tuple[str, ...], site: Site | None, loops: l
         headroom=headroom,
         afterwards=f"{format_plural(len(motif), 'call')} a tensor: {', '.join(dict.fromkeys(motif))}",
         basis=review.basis,
-        advice=Advice(text=tip, lines=advice("", key).lines),
+        advice=_advice(review, tip, key),
         evidence=worst(starts, ends),
     )
     return Priced(finding=finding, edits=edits)
+
+
+def _advice(review: Review, tip: str, key: str) -> Advice:
+    """An optimizer that is fused already is not to blame: then it is an update by hand."""
+    if key == "optimizer-loop" and review.capture.environment.fused_optimizer:
+        tip, key = "the optimizer is fused already: torch._foreach_* for what is updated by hand", "hand-loop"
+    return Advice(text=tip, lines=advice("", key).lines)
 
 
 def _built_at(review: Review, step: Site | None) -> Site | None:
@@ -111,8 +119,8 @@ def _waits_after(review: Review, loop: TensorLoop) -> list[int]:
     return []
 
 
-def describe(motif: tuple[str, ...]) -> tuple[str, str, str]:
-    """What the loop computes, what replaces it, and the key of the lines to paste."""
+def describe(motif: tuple[str, ...], line: str = "") -> tuple[str, str, str]:
+    """What the loop computes, what replaces it, and the key of the lines to paste. `line`: where it is, if known."""
     text = " ".join(motif).lower()
     if "norm" in text:
         return (
@@ -122,7 +130,7 @@ def describe(motif: tuple[str, ...]) -> tuple[str, str, str]:
         )
     if "addcdiv" in text or ("sqrt" in text and "addcmul" in text):
         return "a single-tensor optimizer step", "let the optimizer work on all tensors at once", "optimizer-loop"
-    if "lerp" in text and len(motif) <= 2:
+    if ("lerp" in text and len(motif) <= 2) or _averages(motif, line):
         return "an average of each tensor by hand", "one multi-tensor lerp", "ema-loop"
     if len(motif) == 1 and ("mul" in text or "div" in text):
         return "each tensor scaled by hand", "one multi-tensor multiplication", "scale-loop"
@@ -137,6 +145,19 @@ def describe(motif: tuple[str, ...]) -> tuple[str, str, str]:
         "use torch._foreach_* on the whole list, or stack the tensors",
         "",
     )
+
+
+_AVERAGE = re.compile(r"ema\b|\bema|shadow|averag|\bavg|teacher|polyak|\btau\b", re.IGNORECASE)
+
+
+def _averages(motif: tuple[str, ...], line: str) -> bool:
+    """`e.mul_(d).add_(p, alpha=1 - d)`, or `d * e + (1 - d) * p`. An optimizer with momentum adds more often than it
+    multiplies."""
+    names = [name.lower() for name in motif if name != "read"]
+    added, scaled = (sum(word in name for name in names) for word in ("add", "mul"))
+    if ".step(" in line or added < 1 or len(names) > 4 or any("addc" in name for name in names):
+        return False
+    return scaled >= added or bool(_AVERAGE.search(line))
 
 
 def _site(review: Review, loop: TensorLoop) -> Site | None:

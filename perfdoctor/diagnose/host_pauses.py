@@ -7,16 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from perfdoctor.diagnose.advice import advice, advice_for_kind
-from perfdoctor.diagnose.finding import Finding, Severity
+from perfdoctor.diagnose.finding import Advice, Finding, Severity
 from perfdoctor.diagnose.hit_counts import HitCount, hit_counts
 from perfdoctor.diagnose.host_sync import worst
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.ruled_out import has
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import CallKind, Ints
+from perfdoctor.record.intervals import Intervals
 from perfdoctor.record.sync_kinds import ALLOCATOR, GARBAGE_COLLECTION
 from perfdoctor.record.timeline import step_index
 from perfdoctor.units import format_ms, format_plural
+
+_SELDOM = 0.1  # gc.collect() calls a step: at most every tenth step
 
 
 def check_allocator(review: Review) -> Iterator[Priced]:
@@ -70,21 +74,39 @@ def _allocator_title(kind: str, number: float, a_step: str) -> str:
 
 
 def check_garbage_collection(review: Review) -> Iterator[Priced]:
-    """Python's collector inside the steps."""
-    capture = review.capture
-    pauses = capture.pauses
-    named = capture.matching(lambda name: name.startswith("gc:"))
-    rows = pauses.take(named[pauses.name]) if len(pauses) else pauses
-    spans = review.inside_steps(intervals.union(rows.start_ns, rows.end_ns))
-    called = [count for count in hit_counts(capture) if count.kind == "python_gc"]
-    for count in called:
-        yield _explicit(review, count)
+    """Python's collector inside the steps: each line that calls it, and what it does by itself."""
+    spans = _collections(review)
+    for count in hit_counts(review.capture):
+        if count.kind == "python_gc":
+            own = intervals.intersect(spans, _collections_at(review, count))
+            spans = intervals.subtract(spans, own)
+            yield _explicit(review, count, own)
     per_step = intervals.total(spans) / review.num_steps
-    if per_step < 0.01 * max(review.pricing.reference_ns, 1):
-        return
+    if per_step >= 0.01 * max(review.pricing.reference_ns, 1):
+        yield _automatic(review, spans)
+
+
+def _collections(review: Review, generation: str = "") -> Intervals:
+    """When the collector ran inside the steps."""
+    pauses = review.capture.pauses
+    if not len(pauses):
+        return intervals.EMPTY
+    rows = pauses.take(review.capture.matching(lambda name: name.startswith(f"gc:{generation}"))[pauses.name])
+    return review.inside_steps(intervals.union(rows.start_ns, rows.end_ns))
+
+
+def _collections_at(review: Review, count: HitCount) -> Intervals:
+    """When the line of `count` had it run, in every phase."""
+    capture = review.capture
+    hits = capture.hits.take(capture.hits.site == capture.sites.index(count.place))
+    hits = hits.take(capture.matching(lambda text: text == count.kind)[hits.kind])
+    return intervals.union(hits.start_ns, hits.end_ns)
+
+
+def _automatic(review: Review, spans: Intervals) -> Priced:
     edits = Edits(host_saved_ns=review.saved_by(spans))
     headroom = review.headroom(edits)
-    oldest = int((rows.name == np.array([capture.strings.index("gc:2")])).sum()) if "gc:2" in capture.strings else 0
+    oldest = len(intervals.intersect(spans, _collections(review, "2"))[0])
     longest = int((spans[1] - spans[0]).max())
     finding = Finding(
         code=GARBAGE_COLLECTION,
@@ -94,29 +116,42 @@ def check_garbage_collection(review: Review) -> Iterator[Priced]:
             f"({format_plural(oldest, 'full collection')}, longest {format_ms(longest)})"
         ),
         kind="python_gc",
-        count=review.per_step(len(rows)),
-        host_blocked_ns=round(per_step),
+        count=review.per_step(len(spans[0])),
+        host_blocked_ns=round(intervals.total(spans) / review.num_steps),
         gpu_idle_ns=review.claim(GARBAGE_COLLECTION, spans) if review.has_device else None,
         headroom=headroom,
         withheld="" if headroom else review.unpriced,
         basis=review.basis,
-        advice=advice("move long-lived objects out of the collector's sight after warm-up", "garbage-collection"),
+        advice=_collector_advice(review),
         evidence=worst(*spans),
     )
-    yield Priced(finding=finding, edits=edits)
+    return Priced(finding=finding, edits=edits)
 
 
-def _explicit(review: Review, count: HitCount) -> Priced:
+def _collector_advice(review: Review) -> Advice:
+    if has(review.capture, "gc_frozen"):
+        text = "objects are frozen already: make fewer new ones in a step, or let the collector run less often"
+        return advice(text, "gc-threshold")
+    return advice("move long-lived objects out of the collector's sight after warm-up", "garbage-collection")
+
+
+def _explicit(review: Review, count: HitCount, spans: Intervals) -> Priced:
+    """`spans`: the recorded collections of this line; there may be none, where it was caught in another phase."""
+    edits = Edits(host_saved_ns=review.saved_by(spans)) if len(spans[0]) else None
+    headroom = review.headroom(edits) if edits is not None else None
     finding = Finding(
         code=GARBAGE_COLLECTION,
-        severity=Severity.COST if count.per_step >= 0.1 else Severity.MINOR,
+        severity=review.severity(headroom) if count.per_step >= _SELDOM else Severity.MINOR,
         title="gc.collect() in the loop",
         kind="python_gc",
         site=count.place,
         count=count.per_step,
-        host_blocked_ns=count.blocked_ns,
-        withheld="the collections are priced together where they exceed 1 % of the step",
-        basis="live hooks",
-        advice=advice("collect at a few fixed steps", "garbage-collection"),
+        host_blocked_ns=round(intervals.total(spans) / review.num_steps) if edits is not None else count.blocked_ns,
+        gpu_idle_ns=review.claim(GARBAGE_COLLECTION, spans) if edits is not None and review.has_device else None,
+        headroom=headroom,
+        withheld="" if headroom else review.unpriced,
+        basis=review.basis if headroom else "live hooks",
+        advice=advice("collect every 1000 steps, or let Python do it", "gc-collect"),
+        evidence=worst(*spans) if edits is not None else (),
     )
-    return Priced(finding=finding)
+    return Priced(finding=finding, edits=edits)

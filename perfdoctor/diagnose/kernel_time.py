@@ -9,9 +9,10 @@ import numpy as np
 
 from perfdoctor.diagnose.accounting import windows
 from perfdoctor.diagnose.advice import advice
-from perfdoctor.diagnose.finding import Finding
+from perfdoctor.diagnose.finding import Advice, Finding
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
+from perfdoctor.diagnose.ruled_out import has, is_compiled, is_double, products, ruled_out
 from perfdoctor.diagnose.runs import runs_of
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Ints, WorkKind
@@ -49,12 +50,22 @@ def check_tensor_cores(review: Review) -> Iterator[Priced]:
         count=review.per_step(len(rows)),
         headroom=headroom,
         basis=review.basis + "; products 2 to 8 times as fast",
-        advice=advice(
-            "allow TF32 (relative error about 1e-3), or bf16 autocast; keep dimensions multiples of 8",
-            "no-tensor-cores",
-        ),
+        advice=_tensor_core_advice(review, rows),
     )
     yield Priced(finding=finding, edits=likely)
+
+
+def _tensor_core_advice(review: Review, rows: Ints) -> Advice:
+    names = {review.capture.text(int(name)) for name in review.timeline.work.name[rows]}
+    if all(map(is_double, names)):
+        return Advice(text="they are in float64: make them float32, then allow TF32")
+    if has(review.capture, "tf32"):
+        return Advice(text="TF32 is allowed already: make the dimensions multiples of 8, or use bf16 autocast")
+    if products(review.capture)[1]:
+        text = "others run in half precision: take these into the autocast too, or allow TF32 (relative error 1e-3)"
+        return advice(text, "no-tensor-cores")
+    text = "allow TF32 (relative error about 1e-3), or bf16 autocast; keep dimensions multiples of 8"
+    return advice(text, "no-tensor-cores")
 
 
 def check_fusion(review: Review) -> Iterator[Priced]:
@@ -88,15 +99,24 @@ def check_fusion(review: Review) -> Iterator[Priced]:
         headroom=headroom,
         afterwards=f"they take {format_ms(spent)} of the device{review.a_step}",
         basis=review.basis + "; at most: each chain as its longest kernel",
-        advice=advice("torch.compile merges such chains", "fusion"),
+        advice=_fusion_advice(review),
     )
     yield Priced(finding=finding, edits=edits)
+
+
+def _fusion_advice(review: Review) -> Advice:
+    if "compile" in ruled_out(review.capture):
+        return Advice(
+            text="these lie outside of what is compiled already: have torch.compile take the loss and the rest too"
+        )
+    return advice("torch.compile merges such chains", "fusion")
 
 
 def _chains(review: Review) -> list[Ints]:
     """Work rows of kernels launched one after another that fusion could merge, at least three together."""
     timeline = review.timeline
-    classes = [kernel_class(name) in _FUSED_CLASSES for name in timeline.capture.strings]
+    names = timeline.capture.strings
+    classes = [kernel_class(name) in _FUSED_CLASSES and not is_compiled(name) for name in names]
     order = timeline.launch_order
     order = order[np.isin(order, _in_steps(review, order))]
     fusible = np.array(classes, bool)[timeline.work.name[order]] & (timeline.work.kind[order] == WorkKind.KERNEL)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from perfdoctor.diagnose.advice import advice
 from perfdoctor.diagnose.dependencies import ends_before
-from perfdoctor.diagnose.finding import Finding
+from perfdoctor.diagnose.finding import Advice, Finding
 from perfdoctor.diagnose.host_time import LAUNCH_PATH_NS
 from perfdoctor.diagnose.replay import Edits
 from perfdoctor.diagnose.review import Priced, Review
@@ -57,12 +57,19 @@ def check_launch_bound(review: Review) -> Iterator[Priced]:
             + (f"; the host was at {busiest}" if busiest else "")
         ),
         basis=review.basis + "; at most: every launch from a CUDA graph",
-        advice=advice(
-            "launch less: a CUDA graph (torch.compile mode='reduce-overhead'), larger batches, fused kernels",
-            "launch-bound",
-        ),
+        advice=_advice(review),
     )
     yield Priced(finding=finding, edits=edits)
+
+
+def _advice(review: Review) -> Advice:
+    first, last = review.call_range
+    if (review.timeline.calls.kind[first:last] == CallKind.GRAPH_LAUNCH).any():
+        return Advice(text="launch less beside the CUDA graph: take the rest of the step into it, or larger batches")
+    return advice(
+        "launch less: a CUDA graph (torch.compile mode='reduce-overhead'), larger batches, fused kernels",
+        "launch-bound",
+    )
 
 
 def check_small_kernels(review: Review) -> Iterator[Priced]:

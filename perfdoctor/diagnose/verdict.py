@@ -27,6 +27,7 @@ from perfdoctor.diagnose.kernel_time import check_communication, check_fusion, c
 from perfdoctor.diagnose.launch_bound import check_launch_bound, check_small_kernels, kernel_gaps, late_launches
 from perfdoctor.diagnose.ranks import combine_ranks
 from perfdoctor.diagnose.review import Priced, Review, num_missing_kernels
+from perfdoctor.diagnose.ruled_out import ruled_out
 from perfdoctor.diagnose.switches import check_anomaly_mode, check_debug_switches
 from perfdoctor.diagnose.tensor_loop import MIN_REPEATS
 from perfdoctor.record.capture import Capture, Ints, Site
@@ -82,6 +83,7 @@ def diagnose(capture: Capture) -> Diagnosis:
         notes=capture.notes,
         overheads=capture.overheads,
         advice=(*_of_one_device(capture, review), *_remarks(review, accounting), *remarks),
+        ruled_out=ruled_out(capture),
     )
 
 
@@ -172,8 +174,11 @@ def _quartiles(lengths: np.ndarray, basis: str) -> StepTime:  # type: ignore[typ
 
 def _samples_per_step(review: Review) -> float | None:
     bare = review.capture.bare
-    if bare is not None and len(bare.samples) and (bare.samples >= 0).all():
-        return float(bare.samples.mean())
+    if bare is not None and len(bare.samples):
+        # A step between two updates on one batch takes none of its own.
+        samples = np.where(bare.micro_batches == 0, 0, bare.samples) if bare.micro_batches.any() else bare.samples
+        if (samples >= 0).all():
+            return float(samples.mean())
     steps = review.steps
     return steps.samples if steps is not None and steps.known and steps.samples >= 0 else None
 

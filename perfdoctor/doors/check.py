@@ -28,6 +28,7 @@ from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Note, Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, UNSYNCHRONISED_READ, SyncKind
 from perfdoctor.units import format_plural
+from perfdoctor.watch.batches import detected
 from perfdoctor.watch.steps import BACKWARDS, HOOKS, StepDetector, now
 
 
@@ -115,7 +116,7 @@ def check_script(
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
     detector = StepDetector(now, ended, ends.clear)
-    with _hooked_gpu() if on_gpu else _emulated() as (device, heal), _stepping(detector):
+    with _hooked_gpu() if on_gpu else _emulated() as (device, heal), detected(detector):
         with output_aside(), as_main(program, arguments):
             exit_code, _ = execute_program(program)
         log, notes = device.log, device.notes
@@ -161,15 +162,6 @@ def _hooked_gpu() -> Iterator[tuple[EmulatedDevice, Callable[[], None]]]:
         yield device, hooks.heal
     finally:
         hooks.remove()
-
-
-@contextlib.contextmanager
-def _stepping(detector: StepDetector) -> Iterator[None]:
-    detector.install()
-    try:
-        yield
-    finally:
-        detector.remove()
 
 
 def count_sites(log: HitLog, ends: Sequence[int]) -> tuple[CheckedSite, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from perfdoctor.doors.script import ScriptOptions, ScriptRun, ScriptStopped, as_main, execute_program, load_program
 from perfdoctor.record.capture import Capture, Note
+from perfdoctor.watch.batches import detected
 from perfdoctor.watch.plan import Plan
 from perfdoctor.watch.recorder import Recorder
 from perfdoctor.watch.steps import StepDetector, now
@@ -37,12 +38,8 @@ def run_unwatched(target: str, arguments: Sequence[str] = (), options: ScriptOpt
         num_steps = 0
 
     detector = StepDetector(now, ended, restarted)
-    with as_main(program, arguments):
-        detector.install()
-        try:
-            exit_code, stopped = execute_program(program)
-        finally:
-            detector.remove()
+    with as_main(program, arguments), detected(detector):
+        exit_code, stopped = execute_program(program)
     note = Note(code="not-recorded", text="this rank was not among those that record")
     capture = Capture(source="session", environment=read_environment(None, [], 0), notes=(note,))
     return ScriptRun(capture=capture, exit_code=exit_code, stopped=stopped, num_steps=num_steps)

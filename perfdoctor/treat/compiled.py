@@ -23,6 +23,7 @@ from perfdoctor.treat.loader_causes import with_loaders
 from perfdoctor.treat.recompilations import Recompilation
 from perfdoctor.treat.staying_gradients import StayingGradients
 from perfdoctor.units import format_ms
+from perfdoctor.watch.device_events import new_event
 from perfdoctor.watch.patches import Patches
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -114,6 +115,11 @@ class CompiledModel:
         self._call.log.close()
 
 
+def module_of(model: Any) -> Any:
+    """The module behind what `compile_model` returned; anything else as it is."""
+    return model.model if isinstance(model, CompiledModel) else model
+
+
 def compile_model(
     model: torch.nn.Module,
     fullgraph: bool = True,
@@ -135,6 +141,7 @@ def compile_model(
     Raises `UsageError` for what is no module, mode, flag or backend, `TreatmentRefused` for a model that is compiled
     already.
     """
+    model = module_of(model)
     _check(model, mode, backend)
     if not isinstance(fullgraph, bool) or not (dynamic is None or isinstance(dynamic, bool)):
         raise UsageError(
@@ -286,7 +293,7 @@ class _WatchedCall:
         """A timing event, where there is a device and nobody captures a graph (which no timing may enter)."""
         if not self._on_device or self._is_sampled_out() or torch.cuda.is_current_stream_capturing():
             return None
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = new_event(timed=True)
         event.record()
         return event
 

@@ -22,6 +22,7 @@ from perfdoctor.record.call_site import user_frame
 from perfdoctor.record.capture import Site
 from perfdoctor.record.sync_kinds import BLOCKING_COPY, PAGEABLE_COPY
 from perfdoctor.treat import graph_optimizers, graph_sources
+from perfdoctor.treat.compiled import module_of
 from perfdoctor.treat.graph_batch import map_tensors, plain_values
 from perfdoctor.treat.graph_bindings import Bindings, gradient_lines
 from perfdoctor.treat.graph_emulation import Batch, on_emulated_device
@@ -66,7 +67,7 @@ def graph_obstacles(
         if not isinstance(given, tuple):
             raise UsageError(f"graph_obstacles(batches=...): each is a tuple of arguments, got {type(given).__name__}")
     spaces = graph_sources.name_spaces(train_step)
-    extra = (*as_tuple(model, (torch.nn.Module, torch.Tensor)), *as_tuple(optimizer, torch.optim.Optimizer))
+    extra = (*as_tuple(module_of(model), (torch.nn.Module, torch.Tensor)), *as_tuple(optimizer, torch.optim.Optimizer))
     everything = [batch, *batches]
     place: Any = contextlib.nullcontext(everything)
     if not (crossings.is_emulated() or torch.cuda.is_available()):

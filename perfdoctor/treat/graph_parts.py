@@ -10,6 +10,7 @@ import torch
 from perfdoctor.errors import TreatmentRefused
 from perfdoctor.record import crossings
 from perfdoctor.treat import graph_optimizers
+from perfdoctor.treat.compiled import module_of
 from perfdoctor.treat.graph_python_state import Reached
 from perfdoctor.treat.graph_recording import Parts
 from perfdoctor.treat.snapshot import Models, Optimizers, as_tuple
@@ -24,7 +25,7 @@ def step_parts(train_step: Callable[..., Any], model: Models, optimizer: Optimiz
         TreatmentRefused: it cannot be a graph for a reason that shows without running it.
     """
     reached = Reached(train_step)
-    given = as_tuple(model, (torch.nn.Module, torch.Tensor))
+    given = as_tuple(module_of(model), (torch.nn.Module, torch.Tensor))
     loose = [p for p in given if isinstance(p, torch.Tensor)]
     models = tuple(m for m in given if isinstance(m, torch.nn.Module)) or _roots(reached.of_type(torch.nn.Module))
     optimizers = as_tuple(optimizer, torch.optim.Optimizer) or tuple(reached.of_type(torch.optim.Optimizer))

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from perfdoctor.errors import NonFiniteError, UsageError
-from perfdoctor.kernels import finite_launch, launch_route
+from perfdoctor.kernels import finite_launch, kernel_launch, launch_route
 from perfdoctor.kernels.metrics_reference import RECORD
 from perfdoctor.kernels.pointer_table import is_capturing
+from perfdoctor.treat.compiled import module_of
 from perfdoctor.treat.host_ring import HostRing
 from perfdoctor.treat.metric_inputs import outside_transforms
 from perfdoctor.treat.module_tree import ModuleTree
@@ -99,7 +100,7 @@ class NonFiniteWatch:
         Raises UsageError for a model without parameters or another wrong value, TreatmentRefused for on_hit="skip" with
         an optimizer that cannot skip on the device.
         """
-        self._model = model
+        self._model = module_of(model)
         self._take_names()
         self._optimizers = optimizers_of(optimizers)
         if on_hit not in ("raise", "skip") and (not callable(on_hit) or isinstance(on_hit, type)):
@@ -111,7 +112,7 @@ class NonFiniteWatch:
         if on_hit == "skip":
             for optimizer in self._optimizers or ():
                 refuse_to_skip(optimizer)
-        launch_route.check_kernel(kernel)
+        kernel_launch.check_kernel(kernel, launch_route.KERNELS)
         self._on_hit = on_hit
         self._max_lag = max_lag
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None

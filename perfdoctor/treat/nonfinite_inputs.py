@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from perfdoctor.errors import UsageError
 from perfdoctor.kernels.grad_stats import grad_stats
+from perfdoctor.treat.compiled import module_of
 from perfdoctor.treat.metric_inputs import number_of, own_value
 from perfdoctor.treat.nonfinite_hits import NAMES
 
@@ -21,6 +22,7 @@ def names_of(model: nn.Module) -> dict[int, tuple[Tensor, str]]:
 
     Raises UsageError for what is no model, or has none.
     """
+    model = module_of(model)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     names: dict[int, tuple[Tensor, str]] = {

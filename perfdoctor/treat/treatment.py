@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from perfdoctor.errors import UsageError
+from perfdoctor.treat.compiled import module_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Loop:
     """A training loop, as far as a door can see it: a field is None (or empty) where it cannot.
 
     `train_step(*batch) -> loss` runs one whole step: forward, backward, update, zero_grad. `loader` gives the batches.
+    `model` may be what `compile_model` returned: the module that it compiles in place is taken.
 
     Raises:
         UsageError: `device`, `model` or `optimizers` is of another kind.
@@ -32,8 +34,10 @@ class Loop:
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
             raise UsageError(f"Loop(device={self.device!r}): needs a torch.device, as torch.device('cuda')")
-        if not isinstance(self.model, torch.nn.Module | None):
-            raise UsageError(f"Loop(model=...) needs a torch.nn.Module, not {type(self.model).__name__}")
+        model: Any = module_of(self.model)
+        object.__setattr__(self, "model", model)
+        if not isinstance(model, torch.nn.Module | None):
+            raise UsageError(f"Loop(model=...) needs a torch.nn.Module, not {type(model).__name__}")
         optimizers: Any = self.optimizers
         if not isinstance(optimizers, tuple | list):
             raise UsageError(f"Loop(optimizers=...) needs a tuple of optimizers, not {type(optimizers).__name__}")

@@ -35,7 +35,8 @@ from perfdoctor.watch.overhead import measure_overhead
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Row, Stage
 from perfdoctor.watch.recorder import Recorder
-from perfdoctor.watch.surroundings import describe_optimizers, read_environment
+from perfdoctor.watch.steps import HOOKS
+from perfdoctor.watch.surroundings import describe_optimizers, describe_settings, read_environment
 
 _FEWEST = 3
 _PHASES = {Stage.WARMUP: Phase.SITES, Stage.SITES: Phase.SITES, Stage.LIGHT: Phase.LIGHT, Stage.FULL: Phase.FULL}
@@ -64,6 +65,7 @@ def assemble(recorder: Recorder) -> Capture:
             *recorder.notes,
             *_notes(recorder),
             *describe_optimizers(optimizers),
+            *describe_settings(recorder.batches.loader, recorder.batches.prefetched),
             *times.notes,
         ),
         overheads=times.overheads(),
@@ -240,6 +242,12 @@ def _ranges(recorded: Ranges, phases: Sequence[Pause], rows: Sequence[Row], inte
     return Ranges(**columns)
 
 
+def _rounded(count: float) -> str:
+    """The first and last cycle may be cut: 5.04 is 5."""
+    whole = round(count)
+    return str(whole) if whole and abs(count / whole - 1) < 0.1 else f"{count:.2g}"
+
+
 def _notes(recorder: Recorder) -> list[Note]:
     notes = []
     done, planned = sum(row.complete for row in recorder.rows), recorder.plan.total(recorder.stages)
@@ -251,8 +259,12 @@ def _notes(recorder: Recorder) -> list[Note]:
     if not (cuda_active() or recorder.emulated):
         text = "the loop does not use CUDA: host-side findings only, no device times"
         notes.append(Note(code="no-gpu", text=text))
-    if recorder.steps.source != "optimizer hooks":
+    if recorder.steps.source != HOOKS:
         notes.append(Note(code="step-source", text=f"steps were taken from {recorder.steps.source}"))
+    updates = recorder.steps.updates_per_step()
+    if len(updates) > 1 and recorder.steps.source == HOOKS:
+        parts = " and ".join(f"{_rounded(count)} of {type(each).__name__}" for each, count in updates)
+        notes.append(Note(code="several-optimizers", text=f"{len(updates)} optimizers: updates a step are {parts}"))
     if recorder.steps.num_skipped:
         text = "updates left out by GradScaler; each counts as a step"
         notes.append(Note(code="skipped-updates", text=text, count=recorder.steps.num_skipped))

@@ -6,10 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.pauses import Pause
+from perfdoctor.watch.steps import StepDetector
 
 _DEPTH = 4
 
@@ -24,6 +27,7 @@ class BatchWaits:
         self._patches = Patches()
         self._timing = False
         self.loader: Any = None  # the last DataLoader or DataLoader iterator seen
+        self.prefetched = False  # batches that are trained on came through a DevicePrefetcher
 
     def on_request(self, requested: Callable[[], None]) -> None:
         """Call `requested` each time before the loop waits for a batch it trains on."""
@@ -37,6 +41,7 @@ class BatchWaits:
         """
         if self._timing:  # a loader inside a loader: the outer wait is the loop's
             return next(iterator)
+        self.prefetched = self.prefetched or is_prefetcher(iterator)
         return self._timed(lambda: next(iterator))
 
     def patch_loaders(self) -> None:
@@ -69,6 +74,7 @@ class BatchWaits:
     def _timed(self, fetch: Callable[[], Any]) -> Any:
         trained = _trains()
         if trained:
+            self.prefetched = self.prefetched or _asked_ahead(sys._getframe(1))
             self._requested()
         self._timing = True
         start = time.time_ns()
@@ -103,7 +109,42 @@ def _first_sizes(value: Any, depth: int) -> Iterable[int]:
     return [size for item in value for size in _first_sizes(item, depth - 1)]
 
 
+_PREFETCHER = "perfdoctor.treat.prefetch"
+_REACH = 7  # frames from where a batch is timed to the prefetcher that asks, wrappers of the loader between them
+
+
+def is_prefetcher(loader: Any) -> bool:
+    """Whether this loader is a DevicePrefetcher, or a pass over one."""
+    frame = getattr(loader, "gi_frame", None)
+    return type(loader).__module__ == _PREFETCHER or (frame is not None and _asked_ahead(frame, 1))
+
+
+def _asked_ahead(frame: FrameType | None, reach: int = _REACH) -> bool:
+    """Whether a DevicePrefetcher is among these frames."""
+    for _ in range(reach):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _PREFETCHER:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _trains() -> bool:
     # Batches asked for under no_grad or inference_mode are those of an evaluation.
     torch = sys.modules.get("torch")
     return torch is None or bool(torch.is_grad_enabled())
+
+
+@contextmanager
+def detected(detector: StepDetector) -> Iterator[None]:
+    """Steps of a script that is not ours to change, with the batches that it asks for: they tell its updates apart."""
+    waits = BatchWaits([], lambda *_: None)
+    waits.on_request(detector.requested)
+    detector.install()
+    try:
+        waits.patch_loaders()
+        yield
+    finally:
+        waits.remove()
+        detector.remove()

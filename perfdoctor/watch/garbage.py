@@ -11,6 +11,7 @@ from typing import Any
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.instruction import called_name
 from perfdoctor.watch.pauses import Pause
+from perfdoctor.watch.uncompiled import frame_evaluation, keep_uncompiled
 
 
 class CollectionHook:
@@ -20,9 +21,13 @@ class CollectionHook:
         self._log = log
         self._pauses = pauses
         self._start_ns = 0
+        self._frames: Any = None
 
     def install(self) -> None:
         """Listen. Listening twice is listening once."""
+        # A collection may come inside compiled code: 54 frames of ours were compiled there.
+        if keep_uncompiled(CollectionHook._collected.__code__):
+            self._frames = frame_evaluation()
         if self._collected not in gc.callbacks:
             gc.callbacks.append(self._collected)
 
@@ -32,6 +37,17 @@ class CollectionHook:
             gc.callbacks.remove(self._collected)
 
     def _collected(self, phase: str, details: dict[str, Any]) -> None:
+        frames = self._frames
+        if frames is None:
+            self._note(phase, details)
+            return
+        compiler = frames.set_eval_frame(None)
+        try:
+            self._note(phase, details)
+        finally:
+            frames.set_eval_frame(compiler)
+
+    def _note(self, phase: str, details: dict[str, Any]) -> None:
         now = time.time_ns()
         if phase == "start":
             self._start_ns = now
@@ -39,7 +55,7 @@ class CollectionHook:
         generation = int(details.get("generation", 0))
         thread = threading.get_native_id()
         self._pauses.append(Pause(self._start_ns, now, thread, f"gc:{generation}", int(details.get("collected", -1))))
-        frame = sys._getframe().f_back  # None where a thread without Python's frames, or the end of Python, collects
+        frame = sys._getframe(1).f_back  # None where a thread without Python's frames, or the end of Python, collects
         # An automatic collection comes up at any instruction; only gc.collect() has a line that is to blame.
         if frame is not None and generation == 2 and called_name(frame) == "collect":
             self._log.add("python_gc", frame, self._start_ns, now)

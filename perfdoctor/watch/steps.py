@@ -10,11 +10,13 @@ import functools
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from perfdoctor.watch.clocks import capturing
 from perfdoctor.watch.patches import Patches
+from perfdoctor.watch.uncompiled import frame_evaluation, keep_uncompiled
 
 # So many batches or backward passes without any optimizer update, and torch's hooks do not reach what updates.
 PATIENCE = 16
@@ -30,8 +32,10 @@ class StepDetector:
     """Calls `ended(stamp)` at the end of each step; `stamp` is what `stamp_now()` gave at that moment.
 
     With several optimizers a new step begins when one that has stepped steps again, so that the first cycle is known
-    one update late; from then on the step ends with the last update of the cycle. `restarted()` is called where an
-    optimizer steps for the first time after batches or backward passes had been taken for steps.
+    one update late; from then on the step ends with the last update of the cycle. Where batches are seen, one that
+    steps again on the same batch is still in its step: a critic that is updated five times for each update of the
+    generator. `restarted()` is called where an optimizer steps for the first time after batches, backward passes or
+    the updates of such a critic had been taken for steps.
     """
 
     def __init__(
@@ -48,6 +52,10 @@ class StepDetector:
         self._last: Any = None
         self._updated = False
         self._num_batches = 0  # since the last update
+        self._asked = False  # whether the loop was ever seen to ask for a batch
+        self._is_split = False  # steps have ended between two updates on one batch
+        self._num_ended = 0
+        self._num_updates: Counter[int] = Counter()  # of each optimizer, since the last of them was met
         self._patience = PATIENCE
         self.idle = False  # set once nobody waits for steps any more
         self.source = HOOKS
@@ -93,21 +101,41 @@ class StepDetector:
         if self.source == MARKS or capturing():
             return
         key = id(optimizer)
+        on_same_batch = self._asked and not self._num_batches
         if key not in self.optimizers:
-            self.optimizers[key] = weakref.ref(optimizer)
+            self._meet(optimizer)
         if self.source in (BATCHES, BACKWARDS):
             self._restarted()
         _ENGINE.discard(self)
         self.passes.clear()
         self.expect(self._num_batches)
         self.source, self._updated, self._num_batches = HOOKS, True, 0
-        if key in self._seen:  # the cycle ended with the update before this one
+        several = len(self._seen | self._cycle) > 1
+        if key in self._seen and not (several and on_same_batch):  # the cycle ended with the update before this one
             self._cycle = frozenset(self._seen)
             self._end(self._last)
+        self._is_split |= on_same_batch and not several
         self._seen.add(key)
+        self._num_updates[key] += 1
         self._last = self._stamp_now()
         if self._cycle and self._seen >= self._cycle:
             self._end(self._last)
+
+    def updates_per_step(self) -> list[tuple[Any, float]]:
+        """Each optimizer that is still there, and how often it stepped in a step, in the order of first updates."""
+        living = [(key, reference()) for key, reference in self.optimizers.items()]
+        steps = max(self._num_ended, 1)
+        return [(each, self._num_updates[key] / steps) for key, each in living if each is not None]
+
+    def _meet(self, optimizer: Any) -> None:
+        """An optimizer steps for the first time: which ones make a step is to be learnt again."""
+        self.optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._cycle = frozenset()
+        self._num_updates.clear()
+        self._num_ended = 0
+        if self._is_split:
+            self._is_split = False
+            self._restarted()
 
     def scaled(self) -> None:
         """A GradScaler has updated its scale: the end of a step whose update was left out, if no optimizer stepped."""
@@ -125,6 +153,7 @@ class StepDetector:
         if self.source == MARKS or self.idle:
             return
         self._num_batches += 1
+        self._asked = True
         if self.source == BATCHES:
             self._end(self._stamp_now())
         elif self.source == HOOKS and self._num_batches > self._patience:
@@ -153,6 +182,7 @@ class StepDetector:
 
     def _end(self, stamp: Any) -> None:
         self._seen.clear()
+        self._num_ended += 1
         self._ended(stamp)
 
 
@@ -172,7 +202,7 @@ class _Engine:
             return
         torch: Any = sys.modules["torch"]
         run: Any = torch.autograd._engine_run_backward
-        frames: Any = torch._C._dynamo.eval_frame
+        frames = frame_evaluation()
         compiling = torch.compiler.is_compiling
 
         @functools.wraps(run)
@@ -192,7 +222,7 @@ class _Engine:
             return result
 
         wrapper: Any = counted
-        if _skipped(wrapper.__code__):
+        if keep_uncompiled(wrapper.__code__):  # else the passes are not counted
             self._patches.replace(torch.autograd, "_engine_run_backward", counted)
 
     def discard(self, detector: StepDetector) -> None:
@@ -203,22 +233,6 @@ class _Engine:
 
 
 _ENGINE = _Engine()
-
-
-def _skipped(code: Any) -> bool:
-    """Have torch.compile run it as it is. What it calls is looked at as ever: hooks of the user's.
-
-    False where this torch has another way to say so: the passes are then not counted.
-    """
-    frames: Any = sys.modules["torch"]._C._dynamo.eval_frame
-    if hasattr(frames, "skip_code"):  # until 2.6
-        frames.skip_code(code)
-        return True
-    if not hasattr(frames, "_FrameExecStrategy"):
-        return False
-    action = frames._FrameAction
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
-    return True
 
 
 def _optimizer_built() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import platform
@@ -50,6 +51,26 @@ def describe_optimizers(optimizers: list[Any]) -> list[Note]:
         text = f"{type(optimizer).__name__}: {counts}, {flags or 'no flags'}"
         notes.append(Note(code="optimizer", text=text, count=len(groups)))
     return notes
+
+
+def describe_settings(loader: Any, prefetched: bool) -> list[Note]:
+    """What the loop has already of what a report might advise: one note each, `has-` and the name of the treatment."""
+    torch: Any = sys.modules["torch"]
+    persistent = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
+    found = {
+        "prefetch": (prefetched, "batches come through a DevicePrefetcher"),
+        "persistent_workers": (persistent is True, "the DataLoader's workers persist"),
+        "gc_frozen": (gc.get_freeze_count() > 0 or not gc.isenabled(), "Python's garbage collector is held off"),
+        "tf32": (cuda_active() and _allows_tf32(torch), "TF32 is allowed in matrix products"),
+    }
+    return [Note(code=f"has-{name}", text=text) for name, (there, text) in found.items() if there]
+
+
+def _allows_tf32(torch: Any) -> bool:
+    try:
+        return torch.get_float32_matmul_precision() in ("high", "medium")
+    except RuntimeError:  # the script mixed torch's old and new switches: then the old one cannot be read
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def usable_cpus() -> float:

@@ -199,6 +199,61 @@ def test_garbage_collections_in_the_steps() -> None:
     assert_headroom(finding, slow.period_ns - period(loop(True)), slow.period_ns)
 
 
+def test_a_line_that_collects_is_one_finding_with_its_price() -> None:
+    place = site(9)
+
+    def loop(fixed: bool) -> Body:
+        def body(machine: Machine, step: int) -> None:
+            machine.host(2 * MS)
+            start = machine.now
+            if not fixed:
+                machine.host(6 * MS, pause="gc:2")
+                machine.hit(place, "python_gc", start)
+            machine.launch(3 * MS)
+            machine.read()
+
+        return body
+
+    slow = run_loop(loop(False), 12)
+    finding = only(diagnose(slow.capture(2)), "garbage-collection")
+    assert (finding.site, finding.count, finding.host_blocked_ns) == (place, 1.0, 6 * MS)
+    assert finding.advice is not None
+    assert finding.advice.lines[-1].strip() == "gc.collect()"
+    assert_headroom(finding, slow.period_ns - period(loop(True)), slow.period_ns)
+
+
+def test_what_python_collects_beside_a_line_that_collects_is_the_other_finding() -> None:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(1 * MS, pause="gc:1")
+        machine.host(1 * MS)
+        start = machine.now
+        machine.host(4 * MS, pause="gc:2")
+        machine.hit(site(9), "python_gc", start)
+        machine.launch(3 * MS)
+        machine.read()
+
+    found = of(diagnose(run_loop(body, 12).capture(2)), "garbage-collection")
+    by_line = {f.site.frame.line if f.site else 0: f for f in found}
+    assert sorted(by_line) == [0, 9]
+    assert (by_line[0].host_blocked_ns, by_line[9].host_blocked_ns) == (1 * MS, 4 * MS)
+    assert "0 full collections" in by_line[0].title
+
+
+def test_a_rare_call_of_collect_is_left_alone() -> None:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(2 * MS)
+        if step == 10:
+            start = machine.now
+            machine.host(6 * MS, pause="gc:2")
+            machine.hit(site(9), "python_gc", start)
+        machine.launch(3 * MS)
+        machine.read()
+
+    diagnosis = diagnose(run_loop(body, 22).capture(2))
+    assert not [f for f in diagnosis.findings if f.code == "garbage-collection"]
+    assert [f.site for f in diagnosis.leave_alone if f.code == "garbage-collection"] == [site(9)]
+
+
 def test_short_collections_are_silent() -> None:
     def body(machine: Machine, step: int) -> None:
         machine.host(20 * US, pause="gc:0")

@@ -118,6 +118,20 @@ def test_both_rates_rest_on_the_mean_of_the_same_steps() -> None:
     assert diagnosis.samples_per_step == 6.0
 
 
+def test_updates_on_one_batch_share_its_samples() -> None:
+    """Four updates on each batch of 8: 2 samples a step of 10 ms, 200 a second."""
+    capture = run_loop(clean, 12).capture(2)
+    bare = Bare(
+        step_ns=ints(*[10 * MS] * 8), data_ns=ints(*[0] * 8), samples=ints(*[8, -1, -1, -1] * 2),
+        micro_batches=ints(*[1, 0, 0, 0] * 2),
+    )  # fmt: skip
+    diagnosis = diagnose(replace(capture, bare=bare))
+    assert diagnosis.samples_per_step == 2.0
+    assert diagnosis.samples_per_s == pytest.approx(200)
+    unseen = diagnose(replace(capture, bare=replace(bare, micro_batches=ints(*[0] * 8), samples=ints(*[-1] * 8))))
+    assert unseen.samples_per_step is None
+
+
 def test_a_partial_step_is_left_out_of_the_median() -> None:
     def body(machine: Machine, step: int) -> None:
         machine.host((1 if step == 5 else 9) * MS)

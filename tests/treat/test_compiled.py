@@ -240,3 +240,23 @@ def test_a_backend_that_torch_does_not_know_is_named_before_anything_changes() -
     with pytest.raises(UsageError, match=r"backend='turbo' is none of .*inductor"):
         compile_model(model, backend="turbo")
     assert model._compiled_call_impl is None
+
+
+def test_a_loop_takes_what_compile_model_returned_for_the_module_in_it() -> None:
+    model = nn.Linear(2, 2)
+    compiled = compile_model(model, backend="eager")
+    loop = Loop(device=torch.device("cpu"), model=compiled)  # type: ignore[arg-type]
+    assert loop.model is model
+    assert "compiled already" in str(treatment("compile").refuses(loop))
+    compiled.undo()
+    assert treatment("compile").refuses(Loop(device=torch.device("cpu"), model=compiled)) is None  # type: ignore[arg-type]
+
+
+def test_a_compiled_model_is_compiled_once_and_again_when_undone() -> None:
+    model = nn.Linear(2, 2)
+    compiled = compile_model(model, backend="eager")
+    with pytest.raises(TreatmentRefused, match="compiled already"):
+        compile_model(compiled)  # type: ignore[arg-type]
+    compiled.undo()
+    with compile_model(compiled, backend="eager") as again:  # type: ignore[arg-type]
+        assert again.model is model

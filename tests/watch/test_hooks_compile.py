@@ -8,6 +8,7 @@ import torch
 
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.watch.call_sites import CallSiteHooks
+from perfdoctor.watch.garbage import CollectionHook
 from perfdoctor.watch.steps import StepDetector
 
 
@@ -120,3 +121,39 @@ def test_of_a_compiled_step_with_its_backward_nothing_of_ours_is_compiled(counte
     assert [code.co_name for code in codes if "/perfdoctor/watch/" in code.co_filename] == []
     assert abs(frames - plain) <= 2  # it differs by one between two plain runs; a compiled hook added ten
     assert torch.equal(weight, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_collection_inside_a_compiled_function_compiles_nothing_of_ours(counter):
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.utils import counters
+
+    log, pauses = HitLog(), []
+    hook = CollectionHook(log, pauses)
+
+    def collecting(x):
+        x = x + 1
+        gc.collect()
+        return x * 2
+
+    def frames(install):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(collecting, backend="eager")
+        gc.disable()
+        if install:
+            hook.install()
+        try:
+            for _ in range(3):
+                compiled(torch.ones(2))
+        finally:
+            hook.remove()
+            gc.enable()
+        return counters["frames"]["total"]
+
+    plain = frames(install=False)
+    assert abs(frames(install=True) - plain) <= 2  # plain runs differ by one; 54 were compiled
+    codes = [code for code in (seen() for seen in input_codes.seen) if code is not None]
+    assert [code.co_name for code in codes if "/perfdoctor/watch/" in code.co_filename] == []
+    assert [hit.kind for hit in log.hits] == ["python_gc"] * 3
+    assert len(pauses) >= 3

@@ -57,6 +57,73 @@ def test_an_optimizer_that_steps_again_begins_a_new_step(detector):
     assert len(detector.ends) >= 6
 
 
+@pytest.mark.parametrize("updates", [2, 5, 9])
+@pytest.mark.parametrize("first", ["critic", "generator"])
+def test_a_critic_updated_often_on_one_batch_is_one_step_with_its_generator(detector, updates, first):
+    critic, generator = optimizer(), optimizer(torch.optim.AdamW)
+    for _ in range(8):
+        detector.requested()
+        if first == "generator":
+            generator.step()
+        for _ in range(updates):
+            critic.step()
+        if first == "critic":
+            generator.step()
+    # From the third batch on the cycle is known. A stamp an update: each end is one cycle after the end before it.
+    assert [b - a for a, b in itertools.pairwise(detector.ends[-4:])] == [updates + 1] * 3
+    found = {type(each): count for each, count in detector.updates_per_step()}
+    assert found[torch.optim.SGD] == pytest.approx(updates, rel=0.3)
+    assert found[torch.optim.AdamW] == pytest.approx(1, rel=0.3)
+
+
+def test_what_was_taken_for_steps_before_the_generator_was_met_does_not_count():
+    ends, restarts = [], []
+    detector = StepDetector(lambda: 0, ends.append, lambda: (restarts.append(len(ends)), ends.clear()))
+    detector.install()
+    try:
+        critic, generator = optimizer(), optimizer(torch.optim.AdamW)
+        for _ in range(6):
+            detector.requested()
+            for _ in range(5):
+                critic.step()
+            generator.step()
+    finally:
+        detector.remove()
+    assert restarts == [5]
+    assert len(ends) == 5  # of the second batch and those after it; the first was being learnt
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_two_optimizers_that_alternate_are_as_ever(detector, asked):
+    actor, critic = optimizer(), optimizer(torch.optim.AdamW)
+    for _ in range(3):
+        if asked:
+            detector.requested()
+        for _ in range(4):  # several rounds over each batch
+            actor.step()
+            critic.step()
+    assert [b - a for a, b in itertools.pairwise(detector.ends[-8:])] == [2] * 7
+
+
+def test_one_optimizer_that_steps_often_on_a_batch_makes_as_many_steps(detector):
+    one = optimizer()
+    for _ in range(3):
+        detector.requested()
+        for _ in range(4):
+            one.step()
+    assert len(detector.ends) == 12
+
+
+def test_a_critic_with_a_batch_for_each_update_steps_with_its_batches(detector):
+    critic, generator = optimizer(), optimizer(torch.optim.AdamW)
+    for step in range(20):
+        detector.requested()
+        critic.step()
+        if step % 5 == 4:
+            generator.step()
+    assert 18 <= len(detector.ends) <= 20
+
+
 def test_a_closure_called_many_times_is_one_step(detector):
     weight = torch.nn.Parameter(torch.ones(2))
     lbfgs = torch.optim.LBFGS([weight], max_iter=4)
