@@ -22,6 +22,7 @@ from perfdoctor.cli.termination import ended_with_a_report
 from perfdoctor.doors.script import output_aside
 from perfdoctor.errors import UsageError
 from perfdoctor.record.capture import Capture
+from perfdoctor.record.script_note import script_note
 from perfdoctor.units import format_plural
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def _watched(command: Command, options: argparse.Namespace, ranks: RankGroup | N
     options.output, options.save = for_rank(options.output, rank), for_rank(options.save, rank)
     messages = [_stopped(command, run)] if run.stopped and rank == 0 else []
     if options.save and (ranks is None or ranks.selected):
-        capture.save(options.save)
+        note = script_note(command.target, module=command.module, arguments=bool(command.arguments))
+        replace(capture, notes=(*capture.notes, note)).save(options.save)
         messages.append(f"saved the recording in {options.save}")
     if exit_code != 0:
         messages.append(f"the script ended with exit code {exit_code}")

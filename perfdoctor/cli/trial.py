@@ -23,10 +23,11 @@ from typing import Any
 from perfdoctor.cli.output import Outcome, Parser, check_output, count
 from perfdoctor.cli.run import Command, is_alone, misplaced, split_command
 from perfdoctor.doors.script import output_aside
-from perfdoctor.errors import INTERRUPTED, UsageError
+from perfdoctor.errors import INTERRUPTED, SessionError, UsageError
 
 _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are those of the CPU and no GPU's"
 
+_MOST_STEPS, _SUSPECTS = 100_000, 6
 _MOST_SECONDS = 3600
 _SECONDS = 120.0
 _ALL_TREATMENTS_SECONDS = (
@@ -56,7 +57,14 @@ def execute(argv: Sequence[str]) -> Outcome:
     hint = misplaced(command, "trial", _parser())
     alone = is_alone(options)
     with output_aside() if alone else nullcontext():
-        outcome = _measure(command, options) if options.treat is None else _treat(command, options)
+        try:
+            outcome = _measure(command, options) if options.treat is None else _treat(command, options)
+        except SessionError as error:
+            from perfdoctor.doors.script_trial import ScriptFailed
+
+            if hint and isinstance(error, ScriptFailed):  # over them, perhaps
+                raise ScriptFailed(f"{error}. {hint}") from error
+            raise
     if hint and outcome.exit_code:
         outcome = replace(outcome, messages=(*outcome.messages, hint))
     return replace(outcome, alone=alone)
@@ -66,15 +74,16 @@ def _measure(command: Command, options: argparse.Namespace) -> Outcome:
     run = _try(command, options)
     from perfdoctor.report.trial import TrialReport
 
-    report = TrialReport.of(run.outcome, script=command.typed)
-    messages = (f"the script ended with exit code {run.exit_code}",) if run.exit_code else ()
+    report = TrialReport.of(run.outcome, script=command.typed, emulated=_emulated_command(command, options))
+    on = f", with {run.broken.name} on trial" if run.broken is not None else ""
+    messages = (f"the script ended with exit code {run.exit_code}{on}",) if run.exit_code else ()
     text = report.to_json() if options.format == "json" else report.to_text()
     return Outcome(text=text, path=options.output, exit_code=run.exit_code, messages=messages)
 
 
 def _try(command: Command, options: argparse.Namespace) -> Any:
     with _device(options) as device:
-        from perfdoctor.doors.trial import TrialOptions, run_trial
+        from perfdoctor.doors.script_trial import TrialOptions, run_trial
         from perfdoctor.report.progress import ProgressLine
         from perfdoctor.trial.runner import Limits
 
@@ -98,7 +107,7 @@ def _treat(command: Command, options: argparse.Namespace) -> Outcome:
         from perfdoctor.doors.treatment_trial import TreatmentOptions, try_treatments
         from perfdoctor.report.progress import ProgressLine
         from perfdoctor.treat.switches import TREATMENTS
-        from perfdoctor.trial.treatments_trial import TreatmentLimits
+        from perfdoctor.trial.treatment_time import TreatmentLimits
 
         if not options.treat and set(_names(command.target)) <= {each.name for each in TREATMENTS}:
             raise UsageError(f"--treat takes its names behind '=': --treat={command.target} SCRIPT.py args...")
@@ -135,10 +144,24 @@ def _command_line(command: Command, options: argparse.Namespace, names: Sequence
     """The command that tries these treatments on the same script, as it is typed."""
     words = ["perfdoctor", "trial", f"--treat={','.join(names)}", "--seconds", f"{seconds:g}"]
     words += ["--device", "emulated"] if options.device == "emulated" else []
-    for name, usual in (("warmup", 5), ("active", 10)):
-        value = getattr(options, name)
-        words += [f"--{name}", str(value)] if value != usual else []
-    return f"{shlex.join(words)} {command.typed}"
+    return f"{shlex.join([*words, *_unusual(options, warmup=5, active=10)])} {command.typed}"
+
+
+def _emulated_command(command: Command, options: argparse.Namespace) -> str:
+    """The command that tries the script on an emulated device; '' where it saw a device."""
+    import torch
+
+    if options.device == "emulated" or torch.cuda.is_available():
+        return ""
+    words = ["perfdoctor", "trial", "--device", "emulated"]
+    usual = _unusual(options, warmup=5, active=10, steps=_MOST_STEPS, seconds=_SECONDS, suspects=_SUSPECTS)
+    return f"{shlex.join([*words, *usual])} {command.typed}"
+
+
+def _unusual(options: argparse.Namespace, **usual: float) -> list[str]:
+    """The options that are not as usual, as they are typed."""
+    given = [(name, getattr(options, name)) for name, value in usual.items() if getattr(options, name) != value]
+    return [word for name, value in given for word in (f"--{name}", f"{value:g}")]
 
 
 @contextmanager
@@ -170,11 +193,13 @@ def _parser() -> Parser:
     )
     parser.add_argument("--warmup", type=count, default=5, metavar="N", help="steps before anything is measured (5)")
     parser.add_argument("--active", type=count, default=10, metavar="N", help="steps in each watched phase (10)")
-    parser.add_argument("--steps", type=count, default=100_000, metavar="N", help="at most so many steps on trial")
+    parser.add_argument("--steps", type=count, default=_MOST_STEPS, metavar="N", help="at most so many steps on trial")
     parser.add_argument(
         "--seconds", type=_seconds, metavar="S", help="at most so long on trial (120; with --treat without names 240)"
     )
-    parser.add_argument("--suspects", type=count, default=6, metavar="N", help="at most so many findings tried (6)")
+    parser.add_argument(
+        "--suspects", type=count, default=_SUSPECTS, metavar="N", help="at most so many findings tried (6)"
+    )
     parser.add_argument(
         "--treat", type=_names, nargs="?", const=(), metavar="=a,b",
         help="try treatments instead: those that cure what was found first, then the others that fit; or those named",

@@ -7,6 +7,7 @@ import os
 from perfdoctor.diagnose import diagnose, diagnose_ranks
 from perfdoctor.errors import UsageError
 from perfdoctor.record.load import load_capture
+from perfdoctor.record.script_note import noted_script
 from perfdoctor.report.page import Report
 
 
@@ -24,4 +25,5 @@ def analyze(*paths: str | os.PathLike[str]) -> Report:
     if not paths:
         raise UsageError("analyze() got no file: name a trace (torch.profiler JSON, nsys SQLite or a saved capture)")
     captures = [load_capture(path) for path in paths]
-    return Report.of(diagnose(captures[0]) if len(captures) == 1 else diagnose_ranks(captures), captures)
+    found = diagnose(captures[0]) if len(captures) == 1 else diagnose_ranks(captures)
+    return Report.of(found, captures, script=noted_script(captures[0].notes))

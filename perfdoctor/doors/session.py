@@ -137,6 +137,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._live is not None:
+            self._live.note(error)  # says what the trial had on
         self._release()
 
     def tell(self, progress: ProgressLine) -> None:

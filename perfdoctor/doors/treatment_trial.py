@@ -7,9 +7,7 @@ be judged in one process is judged in several, the script run from its start in 
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -23,9 +21,10 @@ from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
 from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.script_errors import caught_errors
+from perfdoctor.doors.script_trial import free_memory
 from perfdoctor.doors.session import Session
 from perfdoctor.doors.treatment_processes import TreatmentProcesses
-from perfdoctor.doors.trial import files_of, refuse_ranks
+from perfdoctor.doors.trial import failure_text, files_of, refuse_ranks
 from perfdoctor.errors import INTERRUPTED, SessionError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.report.progress import ProgressLine
@@ -46,8 +45,7 @@ from perfdoctor.watch.steps import StepDetector
 
 _MOST_RUNS = 4
 _OUR_HOOKS = "Using `torch.compile.module.` when there are global hooks"  # those that look for the model
-# Compiles for minutes: only where it is asked for.
-_DEAR = "compile_max_autotune"
+_ONLY_BY_NAME = {"compile_max_autotune": "it compiles for minutes; ask for it by name (--treat=compile_max_autotune)"}
 _ONE_OF_THEM = "one of them cannot be switched in a running process"
 
 
@@ -103,7 +101,7 @@ class _Search:
         self._target = target
         self._arguments = arguments
         self._options = options
-        self._left = [treatment(name) for name in options.names] or [each for each in TREATMENTS if each.name != _DEAR]
+        self._left = [treatment(name) for name in options.names] or list(TREATMENTS)
         self._until = time.perf_counter() + options.limits.seconds
         self._verdicts: list[Verdict] = []
         self._deferred: dict[str, str] = {}  # treatment -> why it is tried in processes
@@ -126,7 +124,7 @@ class _Search:
             found, deferred, self._diagnosis = run.verdicts, run.deferred, run.diagnosis
             self._notes += run.notes
             del run  # and with it all that is left of the script: the next run needs the memory
-            _free()
+            free_memory()
             self._verdicts += found
             self._deferred.update((each.name, why) for each, why in deferred)
             tried = {verdict.treatment for verdict in self._verdicts} | set(self._deferred)
@@ -201,8 +199,6 @@ class _Search:
         assert self._diagnosis is not None
         why = f"the script failed first ({self._failure})" if self._failure else self._why_left
         verdicts = self._verdicts + [untried(each.name, why) for each in self._left]
-        if not self._options.names:
-            verdicts.append(untried(_DEAR, f"it compiles for minutes; ask for it by name (--treat={_DEAR})"))
         found_at = replace(self._diagnosis, source=self._target)
         return TreatedScript(
             verdicts=tuple(verdicts),
@@ -284,8 +280,7 @@ class _Run:
         if self._trial is not None and not self.interrupted:  # else `_close` takes all back
             self._trial.fail(error or RuntimeError(f"the script ended with exit code {exit_code}"))
         if not blamed:
-            said = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            self.failure, self.exit_code = said.removesuffix(": ") or f"exit code {exit_code}", exit_code
+            self.failure, self.exit_code = failure_text(error, exit_code), exit_code
 
     def _detect(self, stack: ExitStack) -> None:
         """Steps go to the trial: after the phases of a session, or from the start."""
@@ -327,6 +322,8 @@ class _Run:
             self._live,
             limits=self._options.limits,
             earlier=earlier,
+            left_out={} if self._options.names else _ONLY_BY_NAME,
+            num_judged=len(self._earlier),
             ended=_stop,
             elsewhere=kept_state,
         )
@@ -358,14 +355,6 @@ def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Trea
         return index, each.name in OF_THE_LOADER, each.name.startswith("compile")
 
     return sorted(treatments, key=place)
-
-
-def _free() -> None:
-    """Give back what the script's objects held: the next run needs it."""
-    gc.collect()
-    torch: Any = sys.modules["torch"]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _stop() -> None:

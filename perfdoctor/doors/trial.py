@@ -1,36 +1,30 @@
-"""The trial's doors: `session.trial()` for a loop in hand, `run_trial` for an unmodified script."""
+"""`session.trial()`: the trial of a loop in hand."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from perfdoctor.diagnose import diagnose
-from perfdoctor.doors.process_settings import kept_settings
 from perfdoctor.doors.rank_gathering import rank_of_run
-from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
-from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.session import Session
-from perfdoctor.errors import INTERRUPTED, SessionError, TrialRefused
-from perfdoctor.record.call_site import HitLog
-from perfdoctor.report.progress import ProgressLine
+from perfdoctor.errors import SessionError, TrialRefused
+from perfdoctor.report.lines import cut
 from perfdoctor.report.trial import TrialReport
+from perfdoctor.trial.broken_arm import BrokenArm
 from perfdoctor.trial.kept_loop import KeptLoop
 from perfdoctor.trial.live_model import buffers_of
 from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.outcome import TrialOutcome
 from perfdoctor.trial.runner import Limits, Trial
 from perfdoctor.trial.sandbox import Sandbox
-from perfdoctor.trial.suspects import MOST_SUSPECTS, Surroundings, choose_suspects
+from perfdoctor.trial.suspects import MOST_SUSPECTS, Surroundings, Suspect, choose_suspects
 from perfdoctor.units import format_plural
-from perfdoctor.watch.plan import Plan
 
-_PATIENCE = 3  # times that a script may catch its end in silence
+_LONGEST_ERROR = 200
 
 
 class LiveTrial:
@@ -50,7 +44,9 @@ class LiveTrial:
         ended: Callable[[], None] = lambda: None,
         restored: bool = True,
         models: Any = None,
+        broken: Sequence[BrokenArm] = (),
     ) -> None:
+        """`broken`: what the script died of in earlier runs, which is not tried again."""
         self.replay = LoaderReplay(session.recorder.steps.requested)
         self.problem: BaseException | None = None
         self._session = session
@@ -59,6 +55,7 @@ class LiveTrial:
         self._ended = ended
         self._restored = restored
         self._models = models
+        self._known_to_break = broken
         self._before: KeptLoop | None = None
         self._trial: Trial | None = None
         self._over = False
@@ -89,6 +86,28 @@ class LiveTrial:
     def measured(self) -> bool:
         """Whether there is an outcome."""
         return self._trial is not None and self.problem is None
+
+    @property
+    def broken(self) -> BrokenArm | None:
+        """What was on when the script died; None where it did not, or nothing was on."""
+        return None if self._trial is None else self._trial.broken
+
+    @property
+    def spent_s(self) -> float:
+        """How long the trial has run by now, without the watched phases."""
+        return 0.0 if self._trial is None else self._trial.spent_s
+
+    def fail(self, failure: str) -> None:
+        """The loop ends here, of `failure`. Before `close`, which takes back what was on."""
+        if self._trial is not None and not self._over:
+            self._trial.fail(failure)
+
+    def note(self, error: BaseException) -> None:
+        """The loop ends here, by `error`: where something was on trial, that is added to what the error says."""
+        if isinstance(error, Exception):
+            self.fail(failure_text(error, 1))
+        if self.broken is not None:
+            error.add_note(f"perfdoctor: the trial had {self.broken.name} on here: not what the loop does by itself")
 
     def report(self) -> TrialReport:
         """What was measured: `print` it, or look at its fields.
@@ -134,9 +153,17 @@ class LiveTrial:
             optimizers = [each for ref in self._session.recorder.steps.optimizers.values() if (each := ref())]
             diagnosis = diagnose(self._session.assembled())
             surroundings = Surroundings(optimizers=tuple(optimizers), replay=self.replay)
-            suspects = choose_suspects(diagnosis, surroundings)
+            suspects = [self._unbroken(each) for each in choose_suspects(diagnosis, surroundings)]
             self._keep(optimizers)
-            trial = Trial(diagnosis, suspects, self.replay, limits=self._limits, most=self._suspects, ended=self._end)
+            trial = Trial(
+                diagnosis,
+                suspects,
+                self.replay,
+                limits=self._limits,
+                most=self._suspects,
+                ended=self._end,
+                broken=self._known_to_break,
+            )
             trial.start()
             self._trial = trial
         except Exception as error:  # told by report(): the user's loop goes on, or is stopped on purpose
@@ -144,6 +171,11 @@ class LiveTrial:
             self._over = True
             self._put_back(midway=False)
             self._ended()
+
+    def _unbroken(self, suspect: Suspect) -> Suspect:
+        """The suspect, refused where the script is known to die without it."""
+        why = next((each.why for each in self._known_to_break if each.forbids(suspect.finding)), "")
+        return Suspect(finding=suspect.finding, refusal=why) if why else suspect
 
     def _step(self, stamp: Any) -> None:
         if self._trial is not None:
@@ -193,65 +225,12 @@ def refuse_ranks() -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialOptions:
-    """How to try a script. `hits` is the log of an emulated device."""
-
-    module: bool = False
-    warmup: int = 5
-    active: int = 10
-    limits: Limits = field(default_factory=Limits)
-    suspects: int = MOST_SUSPECTS
-    hits: HitLog | None = None
-    profiled: bool | None = None
-    progress: ProgressLine | None = None  # says how far the phases and the trial are
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptTrial:
-    """What came of a script on trial. `exit_code` is its own, 0 where it was stopped on purpose."""
-
-    outcome: TrialOutcome
-    exit_code: int
-    stopped: bool
-
-
-def run_trial(target: str, arguments: Sequence[str] = (), options: TrialOptions | None = None) -> ScriptTrial:
-    """Run `target` as `python` would, watch its loop, then try it without each suspect; its files are thrown away.
-
-    Raises:
-        UsageError: there is no such script or module, or it does not compile.
-        SessionError: the script ended, or failed, before the trial began.
-        TrialRefused: a trial of this loop would be wrong; several ranks, say.
-    """
-    options = options or TrialOptions()
-    refuse_ranks()  # before anything runs, where torchrun started us
-    program = load_program(target, module=options.module)
-    session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
-    if options.progress is not None:
-        session.tell(options.progress)
-    live = LiveTrial(session, options.limits, suspects=options.suspects, ended=_Stop(session), restored=False)
-    box = Sandbox()
-    with ExitStack() as stack:
-        stack.enter_context(kept_settings())
-        stack.enter_context(box)
-        stack.enter_context(as_main(program, arguments))
-        stack.enter_context(ended_inside())
-        stack.enter_context(session)
-        stack.callback(live.close)
-        session.recorder.batches.patch_loaders()
-        exit_code, stopped = execute_program(program)
-    if exit_code == INTERRUPTED and not live.begun:
-        raise KeyboardInterrupt
-    if exit_code and not live.begun:
-        raise SessionError(f"{target} failed (exit code {exit_code}) before the trial began; what it said stands above")
-    outcome = live.outcome()
-    outcome = replace(
-        outcome,
-        diagnosis=replace(outcome.diagnosis, source=target),
-        notes=(*outcome.notes, *files_of(box)),
-    )
-    return ScriptTrial(outcome=outcome, exit_code=exit_code, stopped=stopped)
+def failure_text(error: BaseException | None, exit_code: int) -> str:
+    """What a script died of, in one line: 'IndexError: index 7 is out of bounds', or its exit code."""
+    if error is None:
+        return f"exit code {exit_code}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return cut(f"{type(error).__name__}: {first}".removesuffix(": "), _LONGEST_ERROR)
 
 
 def too_short(session: Session) -> str:
@@ -262,27 +241,6 @@ def too_short(session: Session) -> str:
         f"it made {format_plural(made, 'step')}, where {watched} or more are watched (--warmup, --active) and a few "
         "hundred to two thousand tried; let it run longer"
     )
-
-
-class _Stop:
-    """Ends the script; again at each later step, where it catches what ends it (a bare `except:`)."""
-
-    def __init__(self, session: Session) -> None:
-        self._recorder = session.recorder
-        self._times = 0
-
-    def __call__(self) -> None:
-        self._times += 1
-        self._recorder.following = lambda _: self()
-        self._recorder.steps.idle = False
-        if self._times == _PATIENCE:
-            print(
-                "perfdoctor: the trial is over, but the script catches what ends it (a bare `except:` around its loop, "
-                "say): the report comes when it ends by itself. Let such a line catch `Exception`",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise ScriptStopped
 
 
 def stream_notes(replay: LoaderReplay) -> list[str]:

@@ -17,7 +17,7 @@ _NEED_CUDA = frozenset(
         "compile_max_autotune", "graphed_step",
     }
 )  # fmt: skip
-_WITHOUT_CUDA = "no-gpu"  # code of the note on a session whose loop uses no CUDA
+WITHOUT_CUDA = "no-gpu"  # code of the note on a session whose loop uses no CUDA
 _MARKS_NOTHING = frozenset({"no-steps", "no-nvtx"})
 
 
@@ -49,6 +49,6 @@ def _ruled_out(diagnosis: Diagnosis) -> set[str]:
         out.add("pin_memory")
     if environment.fused_optimizer:
         out.add("fused_optimizer")
-    if any(note.code == _WITHOUT_CUDA for note in diagnosis.notes):
+    if any(note.code == WITHOUT_CUDA for note in diagnosis.notes):
         out |= _NEED_CUDA
-    return out
+    return out | diagnosis.ruled_out

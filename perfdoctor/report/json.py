@@ -28,7 +28,7 @@ what was not measured is null, never 0. The keys at the top:
     trial           after `perfdoctor trial` only: base (median_ms, low_ms, high_ms: quartiles of the blocks), arms
                     (each: code, site or null for all together, mode, text, prediction, saving, num_pairs), refused
                     (code, site, why), order (code, site: fix them in this order), num_steps, block_steps, rounds,
-                    left_out, complete, notes
+                    left_out, complete, failure (what the script died of, or null), notes
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, RankRow, Severity, StepTime
+from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, RankRow, Saving, Severity, StepTime
 from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.record.capture import Environment, Frame, Note, Overhead
 from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
@@ -86,14 +86,26 @@ def headline(diagnosis: Diagnosis) -> str:
     """What binds the loop, in one sentence."""
     if any(row.check == UNPRICED[2] for row in diagnosis.skipped):
         return "Kernels are missing from the recording: how busy the GPU was cannot be told."
+    if diagnosis.accounting is None and any(finding.measured_saving for finding in diagnosis.findings):
+        return "No GPU was recorded: the page says where the loop waits, the trial what that costs."
     if diagnosis.accounting is None and diagnosis.findings:
         return "No GPU was recorded: the report says where the loop waits, not how much each place costs."
     sentence = _BINDINGS[diagnosis.binding]
     ratio = busy_ratio(diagnosis)
     if ratio is None:
         return sentence + "."
-    whole = "the recording" if is_window(diagnosis.step) else "each step"
+    whole = "the recording" if is_window(diagnosis.step) else f"each {'recorded ' * _slowed(diagnosis)}step"
     return f"{sentence}. The GPU idles {format_share(1 - ratio)} of {whole}."
+
+
+def _slowed(diagnosis: Diagnosis) -> bool:
+    """Whether the recorded step, whose shares are told, is another than the bare one, whose time is."""
+    step, accounting = diagnosis.step, diagnosis.accounting
+    return step is not None and accounting is not None and "bare" in step.basis and _differs(accounting, step)
+
+
+def _differs(accounting: Accounting, step: StepTime) -> bool:
+    return bool(step.median_ns) and abs(accounting.window_ns / step.median_ns - 1) > _SAME_STEP
 
 
 def promise(diagnosis: Diagnosis) -> str:
@@ -130,7 +142,7 @@ def where_title(accounting: Accounting, step: StepTime | None) -> str:
     window = f"{format_ms(accounting.window_ns)} on the GPU's timeline"
     if step is None or is_window(step):
         return f"Where the recording goes: {window}"
-    differs = abs(accounting.window_ns / step.median_ns - 1) > _SAME_STEP if step.median_ns else False
+    differs = _differs(accounting, step)
     median = format_ms(step.median_ns)
     if "bare" not in step.basis:
         note = f", slowed by the recorder (median step {median})" if differs else ", slowed by the recorder"
@@ -173,6 +185,8 @@ def rates(diagnosis: Diagnosis) -> str:
 
 def cost(finding: Finding, step: StepTime | None) -> str:
     """What comes back: '5.4 of 25.2 ms a step (4.9 to 6.0 ms), 21 %, 5.1 h of a 24 h run', or why it is withheld."""
+    if finding.headroom is None and finding.measured_saving is not None:
+        return _measured(finding.code, finding.measured_saving)
     if finding.headroom is None:
         return f"withheld: {finding.withheld}" if finding.withheld else "not measured"
     room = finding.headroom
@@ -183,6 +197,15 @@ def cost(finding: Finding, step: StepTime | None) -> str:
     if is_window(step):
         return f"{format_part(room.mid_ns, step.median_ns)} in all ({spread}), {format_share(ratio)}"
     return f"{format_part(room.mid_ns, step.median_ns)} a step ({spread}), {share_of_run(ratio)}"
+
+
+def _measured(code: str, saving: Saving) -> str:
+    """What a trial measured where nothing could be replayed: 'at most 4.7 ms a step (4.6 to 4.8 ms), in the trial'."""
+    if not saving.significant:
+        return "nothing for sure, in the trial"
+    most = "at most " * (code == "data-wait")  # batches that are there already: workers still have to make them
+    spread = format_spread(saving.low_ns, saving.high_ns)
+    return f"{most}{format_ms(saving.median_ns)} a step ({spread}), in the trial"
 
 
 def short_cost(finding: Finding, step: StepTime | None) -> str:

@@ -86,7 +86,7 @@ def _prominent(
     style = "error" if finding.severity is Severity.ERROR else ""
     rows += _row("", title, width, style)
     rows += _row("", phrases.led_there(finding, root), width, "faint")
-    if finding.withheld not in _shared_reasons(diagnosis):
+    if finding.measured_saving is not None or finding.withheld not in _shared_reasons(diagnosis):
         rows += _row("comes back", phrases.cost(finding, diagnosis.step), width, "cost")
     rows += _row("in all" if phrases.is_window(diagnosis.step) else "in the step", phrases.waits(finding), width)
     rows += _row(phrases.afterwards_label(finding), finding.afterwards, width)
@@ -205,6 +205,7 @@ def _bullets(label: str, texts: Iterable[str], width: int) -> list[Line]:
 
 
 def _shared_reasons(diagnosis: Diagnosis) -> set[str]:
-    """Reasons for withholding that several findings share: said once, at the end."""
-    reasons = [f.withheld for f in diagnosis.findings if f.headroom is None and f.withheld]
+    """Reasons for withholding that several findings share: said once, at the end. What a trial measured needs none."""
+    unpriced = [f for f in diagnosis.findings if f.headroom is None and f.measured_saving is None]
+    reasons = [f.withheld for f in unpriced if f.withheld]
     return {reason for reason in reasons if reasons.count(reason) > 1}

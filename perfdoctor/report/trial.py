@@ -10,7 +10,7 @@ from typing import Any, Self
 from perfdoctor.diagnose.finding import Finding, Saving
 from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.report import phrases
-from perfdoctor.report.fitting import fitting
+from perfdoctor.report.fitting import WITHOUT_CUDA, fitting
 from perfdoctor.report.json import as_document, saving_document, site_document
 from perfdoctor.report.lines import Line, command_lines, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text
@@ -27,15 +27,21 @@ _BOUNDS = frozenset({"data-wait"})  # codes whose arms are bounds, whatever they
 class TrialReport(TrialOutcome):
     """What a trial hands out: every field of a TrialOutcome, and ways to show it."""
 
-    __slots__ = ("_script",)
+    __slots__ = ("_emulated", "_script")
 
-    _script: str  # no field: two outcomes are equal without it
+    _script: str  # no fields: two outcomes are equal without them
+    _emulated: str
 
     @classmethod
-    def of(cls, outcome: TrialOutcome, *, script: str = "") -> Self:
-        """The same outcome as a report; `script`: what was run, as it is typed behind `perfdoctor trial`."""
+    def of(cls, outcome: TrialOutcome, *, script: str = "", emulated: str = "") -> Self:
+        """The same outcome as a report.
+
+        `script`: what was run, as it is typed behind `perfdoctor trial`. `emulated`: for want of a GPU it ran on the
+        CPU, where nothing waits for one; the command that tries it on an emulated device.
+        """
         report = cls(**{f.name: getattr(outcome, f.name) for f in fields(outcome)})
         object.__setattr__(report, "_script", script)
+        object.__setattr__(report, "_emulated", emulated)
         return report
 
     def __str__(self) -> str:
@@ -43,20 +49,23 @@ class TrialReport(TrialOutcome):
 
     def to_text(self) -> str:
         """What was measured, then the page of the diagnosis."""
-        return render_trial(self, root=os.getcwd(), script=getattr(self, "_script", ""))
+        script, emulated = getattr(self, "_script", ""), getattr(self, "_emulated", "")  # a copy has none
+        return render_trial(self, root=os.getcwd(), script=script, emulated=emulated)
 
     def to_json(self) -> str:
         """The diagnosis as JSON, with the key `trial`."""
         return render_trial_json(self)
 
 
-def render_trial(outcome: TrialOutcome, *, width: int = WIDTH, root: str = "", script: str = "") -> str:
+def render_trial(
+    outcome: TrialOutcome, *, width: int = WIDTH, root: str = "", script: str = "", emulated: str = ""
+) -> str:
     """The trial's own page, that of the diagnosis, and at the end what to change in which order."""
     lines = [*_head(outcome, width), (), *_arms(outcome, width, root), *_refused(outcome, width, root)]
     lines += _notes(outcome, width)
     lines = [line for before, line in zip([(), *lines], lines, strict=False) if line or before]  # no two blank lines
     page = plain(lines).rstrip("\n") + "\n\n" + render_text(outcome.diagnosis, width=width, root=root)
-    return page.rstrip("\n") + "\n\n" + plain(_order(outcome, width, root, script))
+    return page.rstrip("\n") + "\n\n" + plain(_order(outcome, width, root, script) + _unseen(outcome, width, emulated))
 
 
 def render_trial_json(outcome: TrialOutcome) -> str:
@@ -82,6 +91,7 @@ def trial_document(outcome: TrialOutcome) -> dict[str, Any]:
         "rounds": outcome.rounds,
         "left_out": outcome.left_out,
         "complete": outcome.complete,
+        "failure": outcome.failure or None,
         "notes": list(outcome.notes),
     }
 
@@ -238,6 +248,14 @@ def _order(outcome: TrialOutcome, width: int, root: str, script: str) -> list[Li
     return rows
 
 
+def _unseen(outcome: TrialOutcome, width: int, emulated: str) -> list[Line]:
+    """That a loop on the CPU says nothing of what waits for a GPU, and what does."""
+    if not emulated or not any(note.code == WITHOUT_CUDA for note in outcome.diagnosis.notes):
+        return []
+    text = "This was the CPU, where no line waits for a GPU. An emulated one shows which lines would:"
+    return [(), *wrapped(text, width), *command_lines(emulated, width, indent=_INDENT)]
+
+
 def _measure(finding: Finding, outcome: TrialOutcome, width: int, script: str) -> list[Line]:
     """How to learn what a fix gives, where the trial has a bound only."""
     names = fitting(treatments_for(finding.code, finding.kind), outcome.diagnosis)
@@ -254,6 +272,8 @@ def _measure(finding: Finding, outcome: TrialOutcome, width: int, script: str) -
 def _nothing(outcome: TrialOutcome) -> str:
     if not (outcome.arms or outcome.refused or outcome.diagnosis.findings or outcome.diagnosis.leave_alone):
         return "Nothing to try: the report names no line of this loop (what it could not judge stands above)."
+    if outcome.failure and max((arm.num_pairs for arm in outcome.arms), default=0) < FEWEST_PAIRS:
+        return f"Nothing was decided: the script failed ({outcome.failure})."
     if not outcome.arms or not outcome.base_ns:
         return "Nothing could be tried."
     if max(arm.num_pairs for arm in outcome.arms) < FEWEST_PAIRS:

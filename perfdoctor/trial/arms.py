@@ -11,6 +11,7 @@ from perfdoctor.trial.estimate import LEAST_CLAIM, Estimate, claimed, estimate, 
 from perfdoctor.trial.neutraliser import Mode, Neutraliser
 from perfdoctor.trial.outcome import ALL, JOINT, ArmResult, TrialOutcome
 from perfdoctor.trial.suspects import Suspect
+from perfdoctor.units import format_plural
 
 MOST_BOUNDS = 2  # arms that are no prediction
 MOST_JOINTS = 3
@@ -87,7 +88,7 @@ def fix_order(outcome: TrialOutcome) -> tuple[tuple[Finding, ...], tuple[str, ..
     kept, notes = _worth_it(rows, totals, outcome.base_ns)
     joint = any(size in totals for size in range(2, len(rows) + 1))
     if len(rows) > 1 and not joint:
-        notes.append("the order is that of what each gives back alone: there was no time to try the first few together")
+        notes.append("the order is that of what each gives back alone: the first few were not tried together")
     return tuple(kept), tuple(notes)
 
 
@@ -115,6 +116,17 @@ def measured_arm(arm: Arm, differences: Any) -> Estimate | None:
     if not len(differences):
         return None
     return estimate_mean(differences) if arm.mode.rare else estimate(differences)
+
+
+def saving_of(measured: Estimate, text: str, counted: int) -> Saving:
+    """The same for a report; `counted`: steps of a block."""
+    pairs = f"{format_plural(measured.num_pairs, 'pair')} of blocks of {format_plural(counted, 'step')}"
+    return Saving(
+        median_ns=round(measured.mid_ns),
+        low_ns=round(measured.low_ns),
+        high_ns=round(measured.high_ns),
+        basis=f"trial, {text}: {pairs}",
+    )
 
 
 def name_of(arm: Arm) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError, UsageError
+from perfdoctor.record.capture import Note
 from perfdoctor.record.load import load_capture
+from perfdoctor.record.script_note import noted_script
 from perfdoctor.trial.outcome import ALL
 from perfdoctor.units import NS_PER_MS
 
@@ -23,6 +26,8 @@ _HEAD_BYTES = 4096
 _PAGES = (b"perfdoctor: ", b"Trial of ", b"Treatments of ")  # how reports of text begin
 _LONGEST_MS = 1e12  # 30 years
 NO_GPU = "no GPU"
+_OPTIMIZER = "optimizer"  # code of the note on an optimizer of the loop
+_TENSORS = re.compile(r"\w+: .*?\d+ tensors?\b")  # how it begins: 'AdamW: 1 parameter group, 41 tensors'
 _WITHOUT = "no-gpu"  # code of the note on a recording without a device
 
 
@@ -79,6 +84,8 @@ class ComparedRun:
     environment: dict[str, Any] = field(default_factory=dict)
     findings: tuple[FindingRow, ...] = ()
     source: str = ""  # what was run or read
+    script: str = ""  # what a saved recording is of, as it is typed
+    optimizers: tuple[str, ...] = ()  # each with its number of tensors
     note_codes: frozenset[str] = frozenset()
     together_ns: int | None = None  # what all findings that were tried gave back together, in a trial
     blocks: BlockTimes | None = None
@@ -194,7 +201,7 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
             environment=dict(document["environment"]),
             findings=tuple(_row(row) for row in rows),
             source=str(document.get("source", "")),
-            note_codes=frozenset(str(note["code"]) for note in document.get("notes", ())),
+            **_said_in([(str(note["code"]), str(note["text"])) for note in document.get("notes", ())]),
             together_ns=_together(trial),
             blocks=_blocks(path, trial),
         )
@@ -203,6 +210,16 @@ def _from_report(path: str, document: dict[str, Any]) -> ComparedRun:
             f"{path}: a report of perfdoctor that lacks or mistypes something ({type(error).__name__}: {error}). "
             "Write it again."
         ) from error
+
+
+def _said_in(notes: list[tuple[str, str]]) -> dict[str, Any]:
+    """What the notes of a recording, each a code and a text, say of the run: fields of a ComparedRun."""
+    texts = [text for code, text in notes if code == _OPTIMIZER]
+    return {
+        "note_codes": frozenset(code for code, _ in notes),
+        "script": noted_script(Note(code=code, text=text) for code, text in notes),
+        "optimizers": tuple(found[0] for text in texts if (found := _TENSORS.match(text))),
+    }
 
 
 def _refuse_constant(text: str) -> None:
@@ -301,7 +318,7 @@ def _from_diagnosis(path: str, diagnosis: Diagnosis, steps: tuple[int, ...]) -> 
         micro_batches=diagnosis.micro_batches,
         environment=asdict(diagnosis.environment),
         source=diagnosis.source,
-        note_codes=frozenset(note.code for note in diagnosis.notes),
+        **_said_in([(note.code, note.text) for note in diagnosis.notes]),
         findings=tuple(
             FindingRow(
                 code=finding.code,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -24,6 +25,7 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
+from perfdoctor.record.script_note import ARGUMENTS
 from perfdoctor.trial.compared_run import NO_GPU, ComparedRun, FindingRow
 from perfdoctor.units import format_count, format_plural
 
@@ -230,7 +232,10 @@ _CONDITIONS = {
 
 
 def _script(run: ComparedRun) -> str:
-    """The file or the module that was run; '' where the source is a recording or a session."""
+    """The file or the module that was run; '' where neither the source nor a note of the recording says it."""
+    if run.script:
+        *module, name = shlex.split(run.script.removesuffix(f" {ARGUMENTS}"))
+        return name if module else PurePath(name).name
     source = run.source
     if source == run.path:
         return ""
@@ -239,10 +244,24 @@ def _script(run: ComparedRun) -> str:
     return source if _MODULE.fullmatch(source) and PurePath(source).suffix not in _RECORDINGS else ""
 
 
+def _other_files(before: ComparedRun, after: ComparedRun) -> tuple[str, str] | None:
+    """The files that findings of both runs stand in, where they have none in common; None where one has no file."""
+    names = [sorted({PurePath(row.file).name for row in run.findings if row.file}) for run in (before, after)]
+    if not all(names) or set(names[0]) & set(names[1]):
+        return None
+    first, second = (", ".join(each[:2]) + ", ..." * (len(each) > 2) for each in names)
+    return first, second
+
+
 def _warnings(before: ComparedRun, after: ComparedRun) -> Iterator[str]:
     scripts = [_script(run) for run in (before, after)]
     if scripts[0] != scripts[1] and all(scripts):
         yield f"the scripts are not of one name: {scripts[0]} before, {scripts[1]} after"
+    elif not all(scripts) and (files := _other_files(before, after)):
+        yield f"no file is named in both: {files[0]} before, {files[1]} after; are they of one script?"
+    if before.optimizers and after.optimizers and before.optimizers != after.optimizers:
+        names = ["; ".join(run.optimizers) for run in (before, after)]
+        yield f"the optimizer is another: {names[0]} before, {names[1]} after"
     devices = (before.device, after.device)
     if NO_GPU in devices and devices[0] != devices[1]:
         yield "without a GPU no sync, copy or kernel is seen: what is gone or new below may only be unseen"

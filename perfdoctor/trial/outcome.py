@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from perfdoctor.diagnose.finding import Diagnosis, Finding, Saving
 
@@ -46,10 +46,11 @@ class TrialOutcome:
     left_out: int = 0  # findings beyond the cap
     complete: bool = True  # False: the loop ended first
     notes: tuple[str, ...] = field(default=())
+    failure: str = ""  # what the script died of before the end: 'IndexError: ...'
 
     def result_of(self, finding: Finding) -> ArmResult | None:
         """The arm that stands for what fixing `finding` gives back."""
-        same = [arm for arm in self.arms if arm.finding is not None and _key(arm.finding) == _key(finding)]
+        same = [arm for arm in self.arms if arm.finding is not None and key_of(arm.finding) == key_of(finding)]
         return next((arm for arm in same if arm.prediction), None)
 
     @property
@@ -58,5 +59,17 @@ class TrialOutcome:
         return next((arm for arm in self.arms if arm.mode == ALL), None)
 
 
-def _key(finding: Finding) -> tuple[object, ...]:
+def with_savings(outcome: TrialOutcome) -> Diagnosis:
+    """Its diagnosis, each finding with what the trial measured of it."""
+
+    def measured(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        rows = ((finding, outcome.result_of(finding)) for finding in findings)
+        return tuple(replace(f, measured_saving=row.saving) if row is not None else f for f, row in rows)
+
+    diagnosis = outcome.diagnosis
+    return replace(diagnosis, findings=measured(diagnosis.findings), leave_alone=measured(diagnosis.leave_alone))
+
+
+def key_of(finding: Finding) -> tuple[object, ...]:
+    """What tells a finding from the others of a diagnosis."""
     return (finding.code, finding.kind, finding.site, finding.title)

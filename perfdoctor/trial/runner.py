@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from perfdoctor.diagnose.finding import Diagnosis, Finding, Saving
-from perfdoctor.trial.arms import Arm, fix_order, joint_arms, measured_arm, name_of, single_arms
+from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.trial.arms import Arm, fix_order, joint_arms, measured_arm, name_of, saving_of, single_arms
+from perfdoctor.trial.broken_arm import BrokenArm, broken_by, judged_without
 from perfdoctor.trial.call_hooks import CallHooks, Place
 from perfdoctor.trial.clock import BlockClock
 from perfdoctor.trial.estimate import (
@@ -26,7 +27,7 @@ from perfdoctor.trial.estimate import (
 )
 from perfdoctor.trial.loader_replay import LoaderReplay
 from perfdoctor.trial.neutraliser import OFF
-from perfdoctor.trial.outcome import ArmResult, Refusal, TrialOutcome
+from perfdoctor.trial.outcome import ArmResult, Refusal, TrialOutcome, with_savings
 from perfdoctor.trial.reached_lines import ReachedLines
 from perfdoctor.trial.schedule import BASE, EDGE, FEWEST_ROUNDS, Block, Layout, lay_out
 from perfdoctor.trial.suspects import MOST_SUSPECTS, Suspect
@@ -66,8 +67,12 @@ class Trial:
         clock: BlockClock | None = None,
         ended: Callable[[], None] = lambda: None,
         timed: bool = True,
+        broken: Sequence[BrokenArm] = (),
     ) -> None:
         self.over = False
+        self.broken: BrokenArm | None = None  # what was on when the script died
+        self._failure = ""  # what it died of
+        self._excluded = broken  # in earlier runs of the script
         self._diagnosis = diagnosis
         self._suspects = suspects
         self._replay = replay
@@ -136,15 +141,25 @@ class Trial:
 
     def _looks_on(self) -> bool:
         """Whether a line that has not run yet is worth some more steps."""
-        spent = (time.perf_counter_ns() - self._started_ns) / 1e9
         few = self._in_block < min(MOST_OBSERVED_STEPS, _OBSERVED_SHARE * self._limits.steps)
-        return self._lines.waiting and few and spent < _OBSERVED_SHARE * self._limits.seconds
+        return self._lines.waiting and few and self.spent_s < _OBSERVED_SHARE * self._limits.seconds
+
+    @property
+    def spent_s(self) -> float:
+        """How long it has run by now."""
+        return (time.perf_counter_ns() - self._started_ns) / 1e9
 
     def how_far(self) -> str:
         """For whoever waits: 'trial, block 12 of 240, 3 of at most 120 s'."""
-        spent = (time.perf_counter_ns() - self._started_ns) / 1e9
         block = "looking at the loop" if self._at < 0 else f"block {self._at + 1} of {len(self._blocks)}"
-        return f"trial, {block}, {spent:.0f} of at most {self._limits.seconds:g} s"
+        return f"trial, {block}, {self.spent_s:.0f} of at most {self._limits.seconds:g} s"
+
+    def fail(self, failure: str) -> None:
+        """The script died of `failure`. What was on then has no result, and is in `broken`."""
+        self._failure = failure
+        arm = self._blocks[self._at].arm if 0 <= self._at < len(self._blocks) else BASE
+        if arm != BASE:
+            self.broken = broken_by(self._arms[arm], failure, self._arms)
 
     def finish(self) -> None:
         """Switch everything off and take it back. Safe to call twice."""
@@ -179,10 +194,13 @@ class Trial:
                 self._refusals[i] = self._not_run(suspect) or why
             else:
                 able.append(suspect)
-        self._arms = single_arms(able)
+        self._arms = self._allowed(single_arms(able))
         self._lay_out(step_ns)
         self._hooks.keep({id(each): each for arm in self._arms for each, _ in arm.switches}.values())
         self._begin_block()
+
+    def _allowed(self, arms: Sequence[Arm]) -> list[Arm]:
+        return [arm for arm in arms if not any(each.excludes(arm) for each in self._excluded)]
 
     def _not_run(self, suspect: Suspect) -> str:
         """That the line of a suspect did not run: whatever else its neutraliser has not seen has no other reason."""
@@ -267,7 +285,7 @@ class Trial:
         if self._at >= len(self._blocks) and self._arms and not self._joined:
             self._joined = True
             first = len(self._arms)
-            self._arms += joint_arms(self._arms, self._so_far(), self._base_ns)
+            self._arms += self._allowed(joint_arms(self._arms, self._so_far(), self._base_ns))
             self._go_on_with(range(first, len(self._arms)))
         if self._at >= len(self._blocks) and self._joined:
             self._go_on_with(self._wide())
@@ -321,9 +339,12 @@ class Trial:
             left_out=self._left_out,
             complete=0 < len(self._blocks) == len(times),
             notes=tuple(self._notes(len(times))),
+            failure=self._failure,
         )
+        if self.broken is not None:
+            outcome = judged_without(self.broken, outcome)
         order, notes = fix_order(outcome)
-        return replace(outcome, diagnosis=_with_savings(outcome), order=order, notes=(*outcome.notes, *notes))
+        return replace(outcome, diagnosis=with_savings(outcome), order=order, notes=(*outcome.notes, *notes))
 
     def _result(self, arm: Arm, differences: Any, base_ns: float) -> ArmResult | None:
         measured = measured_arm(arm, differences)
@@ -335,7 +356,7 @@ class Trial:
             mode=arm.mode.name,
             text=arm.mode.text,
             prediction=arm.mode.prediction,
-            saving=_saving(measured, arm.mode.text, self._counted),
+            saving=saving_of(measured, arm.mode.text, self._counted),
             num_pairs=measured.num_pairs,
         )
 
@@ -343,15 +364,16 @@ class Trial:
         notes = [f"{name} was not tried: the time does not suffice for enough rounds" for name in self._dropped]
         steps = format_plural(self._num_steps, "step")
         notes += [remark for neutraliser in self._neutralisers if (remark := neutraliser.remark())]
+        died = f"the script failed ({self._failure}); " if self._failure and self.broken is None else ""
         if self._at < 0:
-            notes.append(f"the loop ended after {steps} of the trial, before the first block")
+            notes.append(f"{died}the loop ended after {steps} of the trial, before the first block")
         elif self._arms and self._rounds < FEWEST_ROUNDS:
             notes.append(self._too_short())
         elif num_blocks < len(self._blocks):
+            more = "" if self._failure else ". Give it more --seconds" if self._late else ". Let the loop run longer"
             notes.append(
-                f"the trial ended after {num_blocks} of {len(self._blocks)} blocks ({steps}): "
-                f"intervals are wider; with fewer than {FEWEST_PAIRS} pairs nothing is claimed. "
-                + ("Give it more --seconds" if self._late else "Let the loop run longer")
+                f"{died}the trial ended after {num_blocks} of {len(self._blocks)} blocks ({steps}): intervals are "
+                f"wider; with fewer than {FEWEST_PAIRS} pairs nothing is claimed{more}"
             )
         return notes
 
@@ -376,22 +398,3 @@ def _pairs(times: Sequence[tuple[int, float]], arm: int) -> Any:
     """What each block of an arm saves against the base blocks on both sides. Shape (n,), ns."""
     at = [i for i in range(1, len(times) - 1) if times[i][0] == arm and times[i - 1][0] == times[i + 1][0] == BASE]
     return paired([times[i - 1][1] for i in at], [times[i][1] for i in at], [times[i + 1][1] for i in at])
-
-
-def _saving(measured: Estimate, text: str, counted: int) -> Saving:
-    pairs = f"{format_plural(measured.num_pairs, 'pair')} of blocks of {format_plural(counted, 'step')}"
-    return Saving(
-        median_ns=round(measured.mid_ns),
-        low_ns=round(measured.low_ns),
-        high_ns=round(measured.high_ns),
-        basis=f"trial, {text}: {pairs}",
-    )
-
-
-def _with_savings(outcome: TrialOutcome) -> Diagnosis:
-    def measured(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        rows = ((finding, outcome.result_of(finding)) for finding in findings)
-        return tuple(replace(f, measured_saving=row.saving) if row is not None else f for f, row in rows)
-
-    diagnosis = outcome.diagnosis
-    return replace(diagnosis, findings=measured(diagnosis.findings), leave_alone=measured(diagnosis.leave_alone))

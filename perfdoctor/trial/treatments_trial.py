@@ -17,7 +17,7 @@ The time is kept: what does not fit into it is not begun, and what runs when it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -61,6 +61,7 @@ class TreatmentsTrial:
     """Give it the end of every step. `verdicts` fills as treatments are judged; `ended()` is called when all are.
 
     `earlier`: verdicts of a run before this one, whose accepted treatments belong to the best set as well.
+    `left_out`: why a treatment is not tried though it fits. `num_judged`: how many were in the runs before.
     `elsewhere` says why a treatment cannot be switched in a running process, None where it can; those that cannot,
     and those that could not be taken back, are in `deferred`, with the reason, and get no verdict here.
     """
@@ -72,6 +73,8 @@ class TreatmentsTrial:
         *,
         limits: TreatmentLimits | None = None,
         earlier: Sequence[tuple[Treatment, Verdict]] = (),
+        left_out: Mapping[str, str] | None = None,
+        num_judged: int = 0,
         ended: Callable[[], None] = lambda: None,
         elsewhere: Callable[[Treatment, Loop], str | None] = lambda treatment, loop: None,
     ) -> None:
@@ -82,6 +85,8 @@ class TreatmentsTrial:
         self._live = live
         self._limits = limits or TreatmentLimits()
         self._accepted = [(treatment, verdict) for treatment, verdict in earlier if verdict.accepted]
+        self._left_out = left_out or {}
+        self._num_judged = num_judged
         self._ended = ended
         self._elsewhere = elsewhere
         self._waiting: list[Treatment] = []  # still to be tried, the one that is tried now included
@@ -133,7 +138,9 @@ class TreatmentsTrial:
     def how_far(self) -> str:
         """For whoever waits: 'trying fused_optimizer, 3 of 12 treatments judged'."""
         doing = f"trying {self.active}" if self.active else "the loop as it is"
-        return f"{doing}, {len(self.verdicts)} of {format_plural(len(self._treatments), 'treatment')} judged"
+        judged = sum(" + " not in verdict.treatment for verdict in self.verdicts) + self._num_judged
+        number = len(self._treatments) + self._num_judged
+        return f"{doing}, {judged} of {format_plural(number, 'treatment')} judged"
 
     def fail(self, error: BaseException) -> None:
         """The script died. A treatment that was on then has failed, and is told as a Verdict."""
@@ -172,27 +179,32 @@ class TreatmentsTrial:
         self._live.stop_looking()
         self._live.held = True
         self._treated = TreatedSteps(self._live, loop, LoopState.take(loop, self._live.leaves()))
-        refusals = [refusal_of(treatment, loop) for treatment in self._treatments]
-        reasons = [self._elsewhere(treatment, loop) for treatment in self._treatments]
-        if any(reason and not refusal for reason, refusal in zip(reasons, refusals, strict=True)):
+        self._sort_out(loop)
+        if self.deferred:
             self._time.seconds *= 1 - _FOR_PROCESSES
         self._deadline.set(self._time.over)
-        found = zip(self._treatments, refusals, reasons, strict=True)
-        self._waiting = [each for each, refusal, reason in found if not (refusal or reason)]
-        for treatment, refusal, reason in zip(self._treatments, refusals, reasons, strict=True):
-            if refusal:
-                self.verdicts.append(refused(treatment.name, refusal))
-            elif reason:
-                self.deferred.append((treatment, reason))
-            elif self._time.remaining_for_each() < self._time.least():
+        while self._waiting:
+            treatment = self._waiting[0]
+            if self._time.remaining_for_each() < self._time.least():
                 self.verdicts.append(untried(treatment.name, SPENT))
-                self._waiting.remove(treatment)
             else:
                 yield from self._try(self._treated, (treatment,))
-                self._waiting.remove(treatment)
-        self._waiting.clear()
+            del self._waiting[0]
         yield from self._go_on_with_promising(self._treated)
         yield from self._try_best(self._treated)
+
+    def _sort_out(self, loop: Loop) -> None:
+        """What is to be tried here; of the others, why not."""
+        for treatment in self._treatments:
+            name = treatment.name
+            if refusal := refusal_of(treatment, loop):
+                self.verdicts.append(refused(name, refusal))
+            elif name in self._left_out:
+                self.verdicts.append(untried(name, self._left_out[name]))
+            elif reason := self._elsewhere(treatment, loop):
+                self.deferred.append((treatment, reason))
+            else:
+                self._waiting.append(treatment)
 
     def _try_best(self, treated: TreatedSteps) -> Steps:
         found = [(t, v) for v in self.verdicts if v.accepted for t in self._treatments if t.name == v.treatment]

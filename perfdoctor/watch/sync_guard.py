@@ -90,6 +90,11 @@ class SyncGuard:
         self._last: Hit | None = None
 
     def __enter__(self) -> Self:
+        return self._open()
+
+    def _open(self) -> Self:
+        if not _has_device():
+            _warn_blind()
         _source.open()
         _thread.guards.append(self)
         self._begin_step()
@@ -107,8 +112,11 @@ class SyncGuard:
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            self._open()
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self.__exit__()
 
         return guarded
 
@@ -170,10 +178,41 @@ class SyncBudgetWarning(UserWarning):
     """A guarded block went over its budget (mode "warn")."""
 
 
+class NoDeviceWarning(UserWarning):
+    """A guard sees nothing: torch has no CUDA device here, and none is emulated. Its budget holds whatever runs in it.
+
+    Never an error, not under `-W error` either, where it is one line on standard error: code that guards itself on
+    every machine is right as it is.
+    """
+
+
+_BLIND = (
+    "sync_guard: torch sees no CUDA device here, so this guard sees no sync and its budget always holds; put it inside "
+    "`with perfdoctor.emulate_cuda():`, which finds syncs without a GPU"
+)
+_said: set[str] = set()  # on standard error, once a process
+
+
+def _warn_blind() -> None:
+    try:
+        warnings.warn(_BLIND, NoDeviceWarning, stacklevel=4)  # at the `with` or the call of a guarded function
+    except NoDeviceWarning:
+        if _BLIND not in _said:
+            _said.add(_BLIND)
+            print(f"perfdoctor: {_BLIND}", file=sys.stderr)
+
+
+def _has_device() -> bool:
+    import torch
+
+    return crossings.is_emulated() or torch.cuda.is_available()
+
+
 def sync_guard(budget: float = 0, mode: Mode = "error") -> SyncGuard:
     """Allow `budget` syncs a step in a block (`with`) or in each call of a function (decorator).
 
-    What makes the host wait is counted, `torch.cuda.synchronize()` and silent pageable copies included.
+    What makes the host wait is counted, `torch.cuda.synchronize()` and silent pageable copies included. Without a GPU
+    it sees nothing, and says so by a `NoDeviceWarning`, unless it is inside `emulate_cuda()`.
 
     Raises:
         UsageError: an unknown mode, or a negative budget.

@@ -15,7 +15,8 @@ import pytest
 import perfdoctor
 from perfdoctor.cli.compare import execute
 from perfdoctor.errors import BrokenTraceError, CaptureError, NotATraceError, UnsupportedTraceError, UsageError
-from perfdoctor.record.capture import Bare
+from perfdoctor.record.capture import Bare, Note
+from perfdoctor.record.script_note import script_note
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -358,3 +359,60 @@ def test_other_bad_files(report: Callable[..., str], tmp_path: Path, trace: Path
             execute([good, good, *options])
     with pytest.raises(UsageError):
         execute([good])
+
+
+def _recording(trace: Path, path: Path, *notes: Note) -> str:
+    ones = np.ones(20, np.int64)
+    bare = Bare(step_ns=10_000_000 * ones, data_ns=0 * ones, samples=-ones, micro_batches=ones)
+    replace(perfdoctor.load_capture(trace), bare=bare, notes=notes).save(path)
+    return str(path)
+
+
+def _of(target: str, **given: bool) -> Note:
+    return script_note(target, **{"module": False, "arguments": False, **given})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (_of("train.py"), _of("other.py"), "train.py before, other.py after"),
+        (_of("a b.py"), _of("pkg.train", module=True, arguments=True), "a b.py before, pkg.train after"),
+        (_of("train.py"), _of("new/train.py", arguments=True), ""),
+    ],
+)
+def test_recordings_of_two_scripts_are_told_apart(
+    trace: Path, tmp_path: Path, before: Note, after: Note, said: str
+) -> None:
+    paths = [_recording(trace, tmp_path / "a", before), _recording(trace, tmp_path / "b", after)]
+    documents = []
+    for path in paths:
+        (tmp_path / f"{path}.json").write_text(perfdoctor.analyze(path).to_json())
+        documents.append(f"{path}.json")
+    for pair in (paths, documents, [paths[0], documents[1]]):
+        text = " ".join(execute(pair).text.split())
+        assert (f"not of one name: {said}" in text) if said else ("of one name" not in text)
+
+
+def test_reports_that_name_no_file_in_common_and_other_optimizers_are_said(report: Callable[..., str]) -> None:
+    def moved(file: str) -> Change:
+        def change(document: dict[str, Any]) -> None:
+            for row in document["findings"] + document["leave_alone"]:
+                site = {"file": f"/home/x/{file}", "line": 7, "function": "f", "text": "y"}
+                row["site"] = {**(row["site"] or {}), **site}
+
+        return change
+
+    def stepped(text: str) -> Change:
+        return lambda document: document["notes"].append({"code": "optimizer", "text": text, "count": 1})
+
+    small, big = "SGD: 1 parameter group, 2 tensors, fused=None", "SGD: 1 parameter group, 41 tensors, fused=None"
+    before = report("a.json", moved("a.py"), stepped(small))
+    text = " ".join(execute([before, report("b.json", moved("b.py"), stepped(big))]).text.split())
+    assert "no file is named in both: a.py before, b.py after" in text
+    assert "optimizer is another: SGD: 1 parameter group, 2 tensors before, SGD: 1 parameter group, 41 tensors" in text
+    fused = small.replace("fused=None", "fused=True")
+    text = execute([before, report("c.json", moved("a.py"), stepped(fused))]).text
+    assert "is another" not in text
+    assert "no file" not in text
+    nothing_left = report("d.json", lambda d: (d["findings"].clear(), d["leave_alone"].clear()))
+    assert "no file" not in execute([before, nothing_left]).text

@@ -48,6 +48,25 @@ finally:
     print("finally ran")
 """
 ITEM_LINE = 1 + SCRIPT.splitlines().index("        total += loss.item()")
+WAITING = """\
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return torch.randn(8)
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    for x in DataLoader(Slow(), batch_size=4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 QUICK = ("--warmup", "2", "--active", "3")
 
 
@@ -320,3 +339,22 @@ def test_no_such_script_is_one_line(tmp_path: Path, target: tuple[str, ...]) -> 
 def test_split(argv: str, own: str, target: str, module: bool, arguments: str) -> None:
     expected = Command(own=tuple(own.split()), target=target, module=module, arguments=tuple(arguments.split()))
     assert split_command(argv.split()) == expected
+
+
+@pytest.mark.parametrize(("words", "typed"), [((), ""), (("--token", "secret"), " ARGS...")])
+def test_a_saved_recording_prints_commands_with_the_name_of_its_script(
+    tmp_path: Path, words: tuple[str, ...], typed: str
+) -> None:
+    (tmp_path / "runs").mkdir()
+    script = tmp_path / "runs" / "train.py"
+    script.write_text(WAITING)
+    done = run(*QUICK, "--save", "loop.perfdoctor", str(script), *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = [sys.executable, "-m", "perfdoctor", "analyze", "loop.perfdoctor"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    page = subprocess.run(again, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60).stdout
+    commands = [line for line in page.splitlines() if "perfdoctor trial --treat=" in line]
+    assert commands, page
+    assert all(line.endswith(f" runs/train.py{typed}") for line in commands)
+    assert "SCRIPT.py" not in page
+    assert "secret" not in page

@@ -162,7 +162,9 @@ def test_where_a_step_goes_says_whose_steps_they_are(diagnosis: Diagnosis) -> No
         "40.0 ms on the GPU's timeline, mean; the recorder slowed its launches and calls, the bare step takes 25.2 ms"
     )
     assert titled(slowed).startswith("a recorded step goes")
+    assert "The GPU idles 60 % of each recorded step." in " ".join(render_text(slowed).split())  # 24 of 40 ms
     traced = replace(slowed, step=replace(diagnosis.step, basis="recorded steps, slowed by the recorder"))
+    assert "of each step." in " ".join(render_text(traced).split())  # the step above is the recorded one
     assert titled(traced).endswith("40.0 ms on the GPU's timeline, mean, slowed by the recorder (median step 25.2 ms)")
 
 

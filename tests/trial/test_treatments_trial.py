@@ -18,6 +18,7 @@ from treatment_runs import Over, run_trial
 
 from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
+from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.treatment_time import TreatmentLimits
 from perfdoctor.trial.treatments_trial import TreatmentsTrial
 from perfdoctor.trial.verdict import is_doubtful, judge_parity
@@ -142,6 +143,20 @@ def test_what_seems_to_save_much_goes_on_once_all_have_been_tried() -> None:
     assert not plain_one.accepted
 
 
+def test_one_that_is_tried_only_by_name_is_told_as_refused_where_it_does_not_fit() -> None:
+    live = LiveLoop()
+    names = ("dear", "dear_and_unfit", "plain")
+    treatments = [_treatment(name, _unpaused, "no such device" if "unfit" in name else None) for name in names]
+    trial = TreatmentsTrial(treatments, live, left_out=dict.fromkeys(names[:2], "only by name"), num_judged=4)
+    assert trial.how_far() == "the loop as it is, 4 of 7 treatments judged"
+    trial._sort_out(Loop(device=torch.device("cpu")))
+    assert [verdict.reason for verdict in trial.verdicts] == [
+        "not tried: only by name", "does not fit: no such device",
+    ]  # fmt: skip
+    assert trial.how_far() == "the loop as it is, 6 of 7 treatments judged"
+    trial.close()
+
+
 def test_one_that_fails_when_it_goes_on_is_one_verdict() -> None:
     entered: list[int] = []
 
@@ -165,7 +180,7 @@ def test_other_numbers_refusals_and_failures_are_verdicts() -> None:
         _treatment("unfit", _unpaused, refusal="no such device"),
         _treatment("broken", _broken),
     )
-    wrong, unfit, broken = trial.verdicts
+    unfit, wrong, broken = trial.verdicts
     assert not any(verdict.accepted for verdict in trial.verdicts)
     assert wrong.parity.kept is False
     assert "not timed" in wrong.reason

@@ -133,6 +133,23 @@ def test_a_script_that_fails_first_is_not_called_too_short(tmp_path: Path, end: 
     assert ("let it run longer" in done.stderr) == (end == "sys.exit()")
 
 
+def test_a_script_that_fails_over_our_options_is_told_where_they_stand(tmp_path: Path) -> None:
+    _script_in(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "perfdoctor", "trial", "train.py", "--device", "emulated"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "failed (exit code 2) before the trial began" in last
+    assert last.endswith("stands in front of it: perfdoctor trial --device emulated train.py")
+
+
 def test_a_script_that_catches_everything_is_ended_again_at_each_step(tmp_path: Path) -> None:
     """Ten bare excepts are ten ends; what was measured is reported."""
     loop = SLOW_LOADER[SLOW_LOADER.index("for epoch") :]

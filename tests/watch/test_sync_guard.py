@@ -1,8 +1,11 @@
 """Budgets round blocks and functions. Run here on the emulated device; the `gpu` ones on a real one."""
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ import torch
 from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import SyncBudgetExceeded, UsageError
 from perfdoctor.record import crossings
-from perfdoctor.watch.sync_guard import SyncBudgetWarning, allow_sync, sync_guard
+from perfdoctor.watch.sync_guard import NoDeviceWarning, SyncBudgetWarning, allow_sync, sync_guard
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -152,12 +157,42 @@ def test_wrong_use(arguments: dict[str, object]) -> None:
         sync_guard(**arguments)  # type: ignore[arg-type]
 
 
-def test_without_any_device_it_watches_nothing() -> None:
+def without_a_device() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with sync_guard() as guard:
-        torch.ones(3).sum().item()
+        pytest.skip("there is a GPU here")
+
+
+def test_without_any_device_it_watches_nothing_and_says_so() -> None:
+    without_a_device()
+    with pytest.warns(NoDeviceWarning, match=r"`with perfdoctor\.emulate_cuda\(\):`") as caught:  # noqa: PT031
+        with sync_guard() as guard:
+            torch.ones(3).sum().item()
+        sync_guard()(torch.ones)(3)
     assert guard.sites == ()
+    assert [Path(row.filename).name for row in caught] == ["test_sync_guard.py"] * 2
+
+
+def test_where_warnings_are_errors_it_is_said_once_and_breaks_nothing() -> None:
+    without_a_device()
+    program = (
+        "import perfdoctor\n"
+        "for _ in range(2):\n"
+        "    with perfdoctor.sync_guard() as guard:\n"
+        "        pass\n"
+        "print(guard.num_steps)\n"
+    )
+    words = [sys.executable, "-W", "error::UserWarning", "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "1\n"
+    assert done.stderr.count("perfdoctor.emulate_cuda()") == 1
+
+
+def test_on_an_emulated_device_there_is_nothing_to_warn_of(x: torch.Tensor) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sync_guard(budget=1):
+            x.sum().item()
+    assert caught == []
 
 
 @pytest.mark.gpu
