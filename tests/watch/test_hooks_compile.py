@@ -116,10 +116,11 @@ def test_of_a_compiled_step_with_its_backward_nothing_of_ours_is_compiled(counte
             gc.enable()
         return counters["frames"]["total"], layer.weight.detach().clone()
 
+    frames_and_weight(False)  # the first run of a process compiles what torch runs once: 17 frames more on an H200
     (plain, expected), (frames, weight) = frames_and_weight(False), frames_and_weight(True)
     codes = [code for code in (seen() for seen in input_codes.seen) if code is not None]
     assert [code.co_name for code in codes if "/perfdoctor/watch/" in code.co_filename] == []
-    assert abs(frames - plain) <= 2  # it differs by one between two plain runs; a compiled hook added ten
+    assert frames <= plain + 2  # it differs by one between two plain runs; a compiled hook added ten
     assert torch.equal(weight, expected)
 
 
