@@ -11,6 +11,7 @@ Those that a running process cannot take back are tried in short processes, as i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -30,6 +31,7 @@ _EMULATED = "on an emulated CUDA device: numbers and losses are real, times are 
 _MOST_STEPS, _SUSPECTS = 100_000, 6
 _MOST_SECONDS = 3600
 _SECONDS = 120.0
+_OF_THE_TIME = 0.75  # that treatments get one by one; the rest is for the best together
 _ALL_TREATMENTS_SECONDS = (
     240.0  # of a dozen that fit, each takes six rounds at least; with the watching under 5 minutes
 )
@@ -129,7 +131,9 @@ def _treat(command: Command, options: argparse.Namespace) -> Outcome:
     notes = (*run.notes, _EMULATED) if device is not None else run.notes
 
     def again(names: Sequence[str]) -> str:
-        return _command_line(command, options, names, min(2 * options.seconds, _MOST_SECONDS))
+        needed = sum(verdict.needed_s for verdict in run.verdicts)
+        enough = max(2 * options.seconds, 10 * math.ceil((60 + needed / _OF_THE_TIME) / 10) if needed else 0)
+        return _command_line(command, options, names, min(enough, _MOST_SECONDS))
 
     if options.format == "json":
         text = render_verdicts_json(run.verdicts, run.diagnosis, notes=notes, again=again)

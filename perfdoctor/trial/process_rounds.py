@@ -21,10 +21,10 @@ from perfdoctor.trial.verdict import (
     MOST_BASES,
     NOT_COMPARED,
     SPENT,
+    Allowed,
     Parity,
     Side,
     Verdict,
-    allowed_differences,
     is_doubtful,
     judge_parity,
     judged,
@@ -187,11 +187,11 @@ class ProcessRounds:
 
     def _parity(self, side: Candidate, run: ProcessRun) -> Parity:
         """Without dropout where only the masks differ."""
-        rtol, atol, why = allowed_differences(side.treatments)
-        parity = judge_parity([each.losses for each in self._alike], run.losses, rtol=rtol, atol=atol, why=why)
+        allowed = Allowed.of(side.treatments)
+        parity = judge_parity([each.losses for each in self._alike], run.losses, allowed)
         if parity.kept is not False or not run.dry_losses:
             return parity
-        dry = judge_parity([each.dry_losses for each in self._alike], run.dry_losses, rtol=rtol, atol=atol, why=why)
+        dry = judge_parity([each.dry_losses for each in self._alike], run.dry_losses, allowed)
         text = f"{dry.text} (compared without dropout, whose masks are others)"
         return replace(dry, text=text) if dry.kept else parity
 

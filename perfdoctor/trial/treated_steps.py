@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from perfdoctor.treat.treatment import Loop, Treatment
 from perfdoctor.trial.dropout import without_dropout
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.loop_state import LoopState
-from perfdoctor.watch.clocks import Stamp, cuda_active
+from perfdoctor.watch.clocks import Stamp, cuda_active, durations
 
 PARITY_STEPS = 8  # a multiple of the small numbers of batches that scripts take in turn
 EDGE = 3  # steps at the start of a block that are not counted: there the queues of the block before drain
@@ -81,24 +83,28 @@ class TreatedSteps:
     def timed(
         self,
         treatments: tuple[Treatment, ...],
-        into: list[tuple[Stamp, Stamp]],
+        into: list[NDArray[np.float64]],
         peaks: list[int],
         block: TreatedBlock,
     ) -> Steps:
-        """One block; the stamps around its counted steps into `into`, on a GPU the most memory in use into `peaks`."""
+        """One block; ns of each counted step into `into`, on a GPU the most memory in use into `peaks`.
+
+        Waits for the device at its end.
+        """
         measured = self.loop.device.type == "cuda" and cuda_active()
         with ExitStack() as stack:
             self._apply(treatments, stack)
             self._live.restart(replayed=block.replayed)
             if not block.replayed:
                 self.before.restore_random()
-            first = yield block.edge
+            stamps = [(yield block.edge)]
             if measured:
                 torch.cuda.reset_peak_memory_stats(self.loop.device)
-            last = yield block.counted
+            for _ in range(block.counted):
+                stamps.append((yield 1))
             if measured:
                 peaks.append(torch.cuda.max_memory_allocated(self.loop.device) - self.before.own_bytes)
-            into.append((first, last))
+            into.append(durations(list(pairwise(stamps))).astype(np.float64))
 
     def _apply(self, treatments: tuple[Treatment, ...], stack: ExitStack) -> bool:
         """Enter the treatments, in order. Gives whether they leave the loader as it is."""

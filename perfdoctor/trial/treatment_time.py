@@ -17,11 +17,13 @@ from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, LEAST_CLAIM, Estimate, claimed
 from perfdoctor.trial.schedule import counted_steps
 from perfdoctor.trial.treated_steps import EDGE, PARITY_STEPS, TreatedBlock
+from perfdoctor.trial.verdict import NOT_COMPARED, Verdict, too_long
 
 MOST_ROUNDS = 16
 _MOST_COUNTED = 200
 _LONG_BLOCK_NS = 1.5e9  # an epoch of more is timed in parts, where nothing begins anew with it
 _FOR_THE_BEST = 0.2  # of the time: kept back for the best together
+_MARGIN = 1.25  # one is cut at the end of its step
 _PROMISING = 0.02  # of the step
 
 
@@ -69,8 +71,21 @@ class TreatmentTime:
         return self.seconds_of(block) + 2 * PARITY_STEPS * self.step_ns / 1e9
 
     def seconds_of(self, block: TreatedBlock) -> float:
-        """Of the fewest rounds."""
-        return (2 * FEWEST_PAIRS + 1) * block.steps * self.step_ns / 1e9
+        """Of the fewest rounds: two blocks and, in the middle, half of one that is skipped."""
+        return (2.5 * FEWEST_PAIRS + 1) * block.steps * self.step_ns / 1e9
+
+    def last_moment(self, waiting: Sequence[Treatment]) -> float:
+        """When the first of those that wait has to end, on that clock, for the others to have what they need.
+
+        Half of what is left at least is its own: what it cannot do without is not known beforehand.
+        """
+        left = self.remaining_for_each()
+        return self.now() + max(left - _MARGIN * sum(map(self.least_of, waiting[1:])), left / 2)
+
+    def too_long(self, name: str, left_s: float) -> Verdict:
+        """What is said of a treatment that does not fit into the seconds left."""
+        steps = TreatedBlock(edge=EDGE, counted=counted_steps(self.step_ns), replayed=True).steps
+        return too_long(name, self.least(), left_s, steps, NOT_COMPARED)
 
     def spare(self, waiting: Sequence[Treatment]) -> float:
         """Seconds beyond what those that wait, and the best together, need."""

@@ -16,6 +16,7 @@ The time is kept: what does not fit into it is not begun, and what runs when it 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -34,9 +35,9 @@ from perfdoctor.trial.verdict import (
     MOST_BASES,
     NOT_COMPARED,
     SPENT,
+    Allowed,
     Parity,
     Verdict,
-    allowed_differences,
     cut_off,
     failed,
     is_doubtful,
@@ -50,6 +51,7 @@ from perfdoctor.units import format_plural
 from perfdoctor.watch.clocks import Stamp, elapsed_ns
 
 OBSERVED_STEPS = 10
+_GRACE_S = 2.0  # for a treatment that is over to come to the end of a step: else the script ends, and is run again
 _FOR_PROCESSES = 0.4  # of the time: kept back for treatments that are tried in processes of their own
 
 
@@ -96,6 +98,7 @@ class TreatmentsTrial:
         self._parity = NOT_COMPARED  # of the treatment that is tried
         self._time = TreatmentTime(began=time.perf_counter(), seconds=self._limits.seconds)
         self._deadline = Deadline(self._end_of_time)
+        self._last_moment = math.inf  # of the treatment that is tried
         self._over_time = self._sending = False
         # Losses of the loop as it is, twice or more; by whether batches are replayed, and dropout is off.
         self._base: dict[tuple[bool, bool], list[list[float]]] = {}
@@ -119,18 +122,24 @@ class TreatmentsTrial:
             self._ended()
 
     def _go_on(self, stamp: Stamp) -> None:
-        self._over_time |= self._deadline.past
+        self._over_time |= self._time.remaining() <= 0
         self._left -= 1
         if self._over_time:
             self.close()
-        elif self._left <= 0 and not self.over:
-            try:
+        if self.over:
+            return
+        try:
+            if self._time.now() >= self._last_moment:  # the other treatments need what is left
+                self._left = self._steps.throw(_Spent())
+            elif self._left <= 0:
                 self._left = self._steps.send(stamp)
-            except StopIteration:
-                self.close()
+        except StopIteration:
+            self.close()
 
     def _end_of_time(self) -> None:
-        """The time is over, wherever the loop is: in a step that compiles, say. There nothing can be taken back."""
+        """The time of all, or of the treatment that is tried, is over, wherever the loop is: in a step that compiles,
+        say. There nothing can be taken back, and the script ends.
+        """
         if not (self.over or self._sending):  # else at the end of what goes on in here
             self._over_time = True
             self._ended()
@@ -167,6 +176,8 @@ class TreatmentsTrial:
     def _cut(self) -> None:
         with suppress(StopIteration, _Spent):
             self._steps.throw(_Spent())
+        if self._time.remaining() > 0:
+            return  # the others are tried in another run of the script
         known = {verdict.treatment for verdict in self.verdicts} | {each.name for each, _ in self.deferred}
         self.verdicts += [untried(each.name, SPENT) for each in self._treatments if each.name not in known]
 
@@ -184,12 +195,16 @@ class TreatmentsTrial:
             self._time.seconds *= 1 - _FOR_PROCESSES
         self._deadline.set(self._time.over)
         while self._waiting:
-            treatment = self._waiting[0]
-            if self._time.remaining_for_each() < self._time.least():
-                self.verdicts.append(untried(treatment.name, SPENT))
+            treatment, left = self._waiting[0], self._time.remaining_for_each()
+            if left < self._time.least():
+                self.verdicts.append(self._time.too_long(treatment.name, left))
             else:
+                self._last_moment = self._time.last_moment(self._waiting)
+                self._deadline.set(min(self._last_moment + _GRACE_S, self._time.over))
                 yield from self._try(self._treated, (treatment,))
             del self._waiting[0]
+        self._last_moment = math.inf
+        self._deadline.set(self._time.over)
         yield from self._go_on_with_promising(self._treated)
         yield from self._try_best(self._treated)
 
@@ -266,11 +281,11 @@ class TreatmentsTrial:
         bases = self._base.setdefault((replayed, dry), [])
         while len(bases) < 2:
             yield from self._run_as_it_is(treated, bases, replayed=replayed, dry=dry)
-        rtol, atol, why = allowed_differences(treatments)
-        parity = judge_parity(bases, losses, rtol=rtol, atol=atol, why=why)
+        allowed = Allowed.of(treatments)
+        parity = judge_parity(bases, losses, allowed)
         while is_doubtful(parity, bases[0]) and len(bases) < MOST_BASES:
             yield from self._run_as_it_is(treated, bases, replayed=replayed, dry=dry)
-            parity = judge_parity(bases, losses, rtol=rtol, atol=atol, why=why)
+            parity = judge_parity(bases, losses, allowed)
         return parity, replayed, stamps
 
     def _run_as_it_is(self, treated: TreatedSteps, bases: list[list[float]], *, replayed: bool, dry: bool) -> Steps:
