@@ -7,12 +7,12 @@ process that holds the lock for long (Python loops) it gets its turn every `sys.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
 from perfdoctor.record.call_site import SiteTable
+from perfdoctor.watch.thread_frames import frame_of
 
 PERIOD_S = 0.001
 
@@ -50,7 +50,7 @@ class StackSampler:
 
     def _run(self, ident: int, native: int) -> None:
         while not self._over.wait(PERIOD_S):
-            frame = sys._current_frames().get(ident)
+            frame = frame_of(ident)
             if frame is None:  # the loop's thread has ended
                 return
             self._rows.append((time.time_ns(), native, self._sites.at(frame)))
