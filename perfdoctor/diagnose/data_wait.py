@@ -45,7 +45,8 @@ def check_data_wait(review: Review) -> Iterator[Priced]:
             f"only {format_plural(review.num_steps, 'step')}: record more than {buffered}",
         )
         return
-    waits = _after_buffer(review, waits, buffered)
+    respawns = intervals.merge(_worker_starts(review), _first_waits(review))  # told by check_worker_respawn
+    waits = intervals.subtract(_after_buffer(review, waits, buffered), respawns)
     judged = review.num_steps - buffered
     per_step = round(intervals.total(waits) / judged)
     if per_step < MIN_SHARE * max(review.pricing.reference_ns, 1):
@@ -131,6 +132,8 @@ def _advice(review: Review) -> Advice:
     """Workers where the CPUs of the recorded process leave room for more, a cheaper sample where they do not."""
     workers, cpus = review.capture.environment.num_workers, review.capture.environment.num_cpus
     cheaper = "make a sample cheaper (decode once, smaller images, fewer copies)"
+    if workers is None or workers < 8:
+        cheaper += "; one that waits for files or a network gains from more workers than CPUs, 4 to 8"
     if cpus is not None and workers_for(cpus) == 0:
         return Advice(text=f"{_may_use(cpus)}, where a worker would only take turns with the loop: {cheaper}")
     if cpus is not None and workers and workers >= workers_for(cpus, workers):
@@ -166,21 +169,22 @@ def _site(review: Review) -> Site | None:
 
 
 def check_worker_respawn(review: Review) -> Iterator[Priced]:
-    """Workers started again inside the window: a new iterator each epoch without persistent_workers."""
-    capture = review.capture
-    pauses = capture.pauses
-    starts = pauses.take(capture.matching(lambda name: name == "worker-start")[pauses.name]) if len(pauses) else pauses
-    spans = review.inside_steps(intervals.union(starts.start_ns, starts.end_ns))
-    if not len(spans[0]):
+    """Workers started again inside the window, and the first batch from each: without persistent_workers, in each epoch
+    anew."""
+    starts, firsts = _worker_starts(review), _first_waits(review)
+    if not len(starts[0]):
         return
+    spans = intervals.merge(starts, firsts)
     edits = Edits(host_saved_ns=review.saved_by(spans))
     headroom = review.headroom(edits)
+    num, waited = len(starts[0]), intervals.total(firsts)
+    batch = f", {format_ms(waited / num)} of it for the first batch" if waited else ""
     finding = Finding(
         code="worker-respawn",
         severity=review.severity(headroom) if headroom else Severity.COST,
-        title=f"DataLoader workers are started again ({format_ms(float(np.median(spans[1] - spans[0])))} each time)",
+        title=f"DataLoader workers are started again ({format_ms(intervals.total(spans) / num)} each time{batch})",
         kind="worker_respawn",
-        count=review.per_step(len(spans[0])),
+        count=review.per_step(num),
         host_blocked_ns=round(intervals.total(spans) / review.num_steps),
         gpu_idle_ns=review.claim("worker-respawn", spans) if review.has_device else None,
         headroom=headroom,
@@ -189,3 +193,25 @@ def check_worker_respawn(review: Review) -> Iterator[Priced]:
         evidence=worst(*spans),
     )
     yield Priced(finding=finding, edits=edits)
+
+
+def _worker_starts(review: Review) -> Intervals:
+    pauses = review.capture.pauses
+    if not len(pauses):
+        return intervals.EMPTY
+    starts = pauses.take(review.capture.matching(lambda name: name == "worker-start")[pauses.name])
+    return review.inside_steps(intervals.union(starts.start_ns, starts.end_ns))
+
+
+def _first_waits(review: Review) -> Intervals:
+    """The wait for the first batch after each start of workers, less what a batch takes otherwise: that is a wait for
+    data, whoever started."""
+    starts, waits = _worker_starts(review), loader_waits(review)
+    if not len(starts[0]) or not len(waits[0]):
+        return intervals.EMPTY
+    ended = np.append(starts[0][1:], np.iinfo(np.int64).max)  # by when the next ones are started
+    at = np.searchsorted(waits[0], starts[1])
+    first = np.unique(at[(at < len(waits[0])) & (waits[0][np.minimum(at, len(waits[0]) - 1)] < ended)])
+    others = np.delete(waits[1] - waits[0], first)
+    usual = int(np.median(others)) if len(others) else 0
+    return intervals.union(waits[0][first], waits[1][first] - usual)

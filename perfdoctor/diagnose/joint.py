@@ -36,7 +36,9 @@ def with_joint_headroom(review: Review, priced: Sequence[Priced]) -> tuple[list[
             last = everything - review.pricing.joint_ns(reduce(or_, others, NOTHING))
             findings[id(each)] = _in_company(review, each.finding, last)
         remarks += _remark(review, together, everything)
-    ranked = sorted(findings.values(), key=lambda f: (_tier(review, f), -_sure(f), -_most(f), -f.count))
+    ranked = sorted(
+        findings.values(), key=lambda f: (_tier(review, f), -_sure(f), -_most(f), -(f.host_blocked_ns or 0), -f.count)
+    )
     return ranked, remarks
 
 

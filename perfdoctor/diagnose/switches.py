@@ -57,7 +57,8 @@ def check_debug_switches(review: Review) -> Iterator[Priced]:
         yield _switch(
             "too-many-workers",
             f"{format_plural(workers, 'DataLoader worker')} on {format_plural(cpus, 'CPU')}",
-            f"at most {format_plural(max(int(cpus) - 1, 1), 'worker')} here; more only take turns",
+            f"at most {format_plural(max(int(cpus) - 1, 1), 'worker')} here; more only take turns, unless samples wait "
+            "for files or a network",
             Severity.INFO,
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from perfdoctor.record.owners import PERFDOCTOR, PYTHON, TORCH, file_owner
 from perfdoctor.watch.patches import Patches
+from perfdoctor.watch.thread_frames import frame_of
 
 _MOST_SECONDS = 5.0  # that threads are waited for; one that goes on is kept from the user's files (sandbox_audit.py)
 # Exit functions that these register end something that the process still needs.
@@ -121,6 +122,6 @@ def _is_busy(thread: threading.Thread) -> bool:
     pending = getattr(thread, "pending_work_items", None)  # of the thread that serves a pool of processes
     if pending is not None:
         return bool(pending)
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = frame_of(thread.ident or 0)
     idle = frame is not None and frame.f_code.co_name == "_worker"  # of a pool of threads: it waits for work
     return not (idle and file_owner(frame.f_code.co_filename) == PYTHON)  # type: ignore[union-attr]

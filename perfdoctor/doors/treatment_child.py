@@ -33,6 +33,7 @@ from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, loa
 from perfdoctor.doors.script_errors import caught_errors
 from perfdoctor.doors.trial import files_of
 from perfdoctor.emulate import emulate_cuda
+from perfdoctor.treat.kept_lines import merged
 from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop, Treatment
 from perfdoctor.trial.dropout import without_dropout
@@ -122,6 +123,8 @@ class TreatedProcess:
         self._box = Sandbox()
         self._applied = ExitStack()
         self._names: list[str] = []
+        self._lines: list[str] = []
+        self._settings: list[str] = []
         self._step_ns: list[int] = []
         self._losses: dict[bool, list[float]] = {True: [], False: []}  # by whether dropout was off
         self._peak: int | None = None
@@ -167,6 +170,8 @@ class TreatedProcess:
             started=bool(self._names),
             num_steps=self._num_steps,
             notes=tuple(files_of(self._box)),
+            lines=merged(self._lines),
+            setting=", ".join(filter(None, self._settings)),
         )
 
     def _step(self, stamp: Stamp) -> None:
@@ -223,6 +228,8 @@ class TreatedProcess:
             if refusal and len(self._treatments) == 1:
                 raise RuntimeError(f"does not fit: {refusal}")
             if not refusal:
+                self._lines += each.lines_for(loop)
+                self._settings.append(each.setting_for(loop))
                 loop = self._applied.enter_context(each.applied(loop))
                 self._names.append(each.name)
         return loop

@@ -17,6 +17,7 @@ _NEED_CUDA = frozenset(
         "compile_max_autotune", "graphed_step",
     }
 )  # fmt: skip
+_MOST_WAITING = 8  # workers that are tried where they wait more than they compute
 WITHOUT_CUDA = "no-gpu"  # code of the note on a session whose loop uses no CUDA
 _MARKS_NOTHING = frozenset({"no-steps", "no-nvtx"})
 
@@ -41,9 +42,11 @@ def _ruled_out(diagnosis: Diagnosis) -> set[str]:
     unmarked = not silent and any(row.check == "data-wait" for row in diagnosis.skipped)
     if workers is None and (unmarked or watches_itself(diagnosis)):  # no loader, or none of torch's
         out |= OF_THE_LOADER
-    if workers or (cpus is not None and cpus < 2):
+    # How many workers fit where fetching waits (4 to 8, whatever the CPUs) a recording does not tell.
+    if workers and workers >= _MOST_WAITING and cpus is not None and workers >= int(cpus) - 1:
         out.add("dataloader_workers")
-    if workers == 0:
+    respawns = any(found.code == "worker-respawn" for found in (*diagnosis.findings, *diagnosis.leave_alone))
+    if workers == 0 or (workers is None and not respawns):
         out.add("persistent_workers")
     if environment.pin_memory:
         out.add("pin_memory")

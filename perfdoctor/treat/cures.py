@@ -5,7 +5,7 @@ from __future__ import annotations
 # Treatment -> codes of the findings that it cures, the treatment to try first on top.
 CURES: dict[str, tuple[str, ...]] = {
     "prefetch": ("pageable-copy", "blocking-copy", "data-wait"),
-    "persistent_workers": ("worker-respawn",),
+    "persistent_workers": ("worker-respawn", "data-wait"),
     "dataloader_workers": ("data-wait",),
     "pin_memory": ("pageable-copy",),
     "log_every_n": ("host-sync",),

@@ -42,22 +42,28 @@ class _Layers:
         for layer in reversed(self.layers[:num_layers]):
             if layer.iterate is not None:
                 return layer.iterate()
-        if self.own:
-            self._draw_as_before(loader)
-        batches: Iterator[Any] = self.kind.__iter__(loader)
-        return batches
+        begin: Callable[[Any], Iterator[Any]] = self.kind.__iter__
+        return self._drawing_as_before(loader, begin) if self.own else begin(loader)
 
-    def _draw_as_before(self, loader: Any) -> None:
+    def _drawing_as_before(self, loader: Any, begin: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """A new iterator draws a seed for its workers from torch's generator; one whose workers persist does not when
-        it is used again. Where only the treated one does not, the draw is made here: shuffling and dropout go on as
-        they would have."""
+        it is used again. Where only the treated one does not, the draw is made here; where only it does, it draws from
+        a generator of its own: shuffling and dropout go on as they would have."""
         now = vars(loader)
         before = {**now, **self.own}
         persisted = before["persistent_workers"] and before["num_workers"] > 0 and self.was_iterated
         persists = now["persistent_workers"] and now["num_workers"] > 0 and now.get(_ITERATOR) is not None
+        self.was_iterated = True
         if persists and not persisted:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        self.was_iterated = True
+        if persists or not persisted:
+            return begin(loader)
+        generator = now["generator"]
+        now["generator"] = torch.Generator()  # the sampler holds its own
+        try:
+            return begin(loader)
+        finally:
+            now["generator"] = generator
 
     def set(self, held: dict[str, Any]) -> None:
         """The loader's own settings with those of the layers over them."""

@@ -18,11 +18,13 @@ from perfdoctor.treat.cures import CURES
 from perfdoctor.treat.loader_layers import Layer, beneath, layer_names, layered, num_batches
 from perfdoctor.treat.switches_precision import needs_cuda
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
-from perfdoctor.units import format_plural
+from perfdoctor.units import format_plural, format_share
 from perfdoctor.watch.surroundings import usable_cpus
 
 NO_LOADER = "the loop's loader is not known (no DataLoader was iterated; in Python: Loop(loader=...))"
 _MOST_WORKERS = 8
+_FEWEST_WAITING = 4
+_WAITS = 0.5  # a fetch that computes for less of its time leaves its CPU to others
 _SOCKET_NAME_BYTES = len("/pymp-12345678/listener-12345678")
 _SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less the closing zero
 _ORDER = (
@@ -30,6 +32,7 @@ _ORDER = (
     "itself draws others in a worker (kept by hand, workers that persist draw one seed less from torch's generator in "
     "each epoch after the first, which shifts shuffling and dropout)"
 )
+_OTHER_DRAWS = "a dataset that draws random numbers draws others in a worker"
 
 
 def _refuse_loader(loop: Loop) -> str | None:
@@ -47,9 +50,9 @@ def _refuse_workers(loop: Loop) -> str | None:
     loader: Any = loop.loader
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is an IterableDataset: each worker would give the whole stream unless it shards itself"
-    if loader.num_workers > 0:
-        return f"the loader has {format_plural(loader.num_workers, 'worker')} already"
-    if usable_cpus() < 2:
+    if "dataloader_workers" in layer_names(loader) or 0 < fitting_workers(loop) <= loader.num_workers:
+        return f"the loader has {format_plural(loader.num_workers, 'worker')} already, as many as fit{_why_no_more()}"
+    if fitting_workers(loop) == 0:
         return "this process may use one CPU; a worker would only take turns with it"
     if _is_socket_path_too_long():
         return (
@@ -99,26 +102,69 @@ def _refuse_persistent(loop: Loop) -> str | None:
 
 
 @contextmanager
-def _loader_set(loop: Loop, name: str, settings: Callable[[Any], dict[str, Any]]) -> Iterator[Loop]:
+def _loader_set(loop: Loop, name: str, settings: Callable[[Loop], dict[str, Any]]) -> Iterator[Loop]:
     """Settings of the loader itself; they hold from its next `iter()` on. Workers started here are ended here."""
-    with layered(loop.loader, Layer(name=name, settings=settings(loop.loader))):
+    with layered(loop.loader, Layer(name=name, settings=settings(loop))):
         yield loop
 
 
-def _fitting_workers() -> int:
-    return max(1, min(_MOST_WORKERS, int(usable_cpus()) - 1))
+def fitting_workers(loop: Loop) -> int:
+    """How many workers to try in this loop, 0 where none would help.
+
+    Where samples are computed, twice those that the loader has (8 at least), as far as the CPUs go beside the loop;
+    where they wait, as many as keep these CPUs busy, 4 to 8.
+    """
+    beside = usable_cpus() - 1
+    computing = max(min(max(_MOST_WORKERS, 2 * _workers_now(loop)), int(beside)), 0)
+    share = loop.fetch_cpu_share or 0.0
+    if not _waits(loop):
+        return computing
+    waiting = _MOST_WORKERS if share <= 0 else min(max(int(beside / share), _FEWEST_WAITING), _MOST_WORKERS)
+    return max(computing, waiting)
 
 
-def _worker_lines() -> tuple[str, ...]:
-    """The loader with as many workers as are tried here: one CPU stays for the loop."""
-    cpus = format_plural(usable_cpus(), "CPU")
-    workers = _fitting_workers()
-    return (f"loader = DataLoader(..., num_workers={workers}, persistent_workers=True)   # {cpus} here",)
+def _waits(loop: Loop) -> bool:
+    return loop.fetch_cpu_share is not None and loop.fetch_cpu_share < _WAITS
 
 
-def _worker_settings(loader: Any) -> dict[str, Any]:
-    workers = _fitting_workers()
-    return {"num_workers": workers, "prefetch_factor": loader.prefetch_factor or 2, "persistent_workers": True}
+def _workers_now(loop: Loop) -> int:
+    return int(getattr(loop.loader, "num_workers", 0))
+
+
+def _why_no_more() -> str:
+    return f" beside the loop on {format_plural(usable_cpus(), 'CPU')}"
+
+
+def _worker_lines(loop: Loop) -> tuple[str, ...]:
+    """The loader with as many workers as are tried in this loop."""
+    remarks = [f"{_workers_now(loop)} now"] if _workers_now(loop) else []
+    remarks.append(f"{format_plural(usable_cpus(), 'CPU')} here")
+    if _waits(loop):
+        remarks.append(f"a fetch waits for {format_share(1 - (loop.fetch_cpu_share or 0.0))} of its time")
+    remark = ", ".join(remarks)
+    return (f"loader = DataLoader(..., num_workers={_tried_workers(loop)}, persistent_workers=True)   # {remark}",)
+
+
+def _tried_workers(loop: Loop) -> int:
+    return max(fitting_workers(loop), 1)
+
+
+def _worker_setting(loop: Loop) -> str:
+    return f"num_workers={_tried_workers(loop)} ({_workers_now(loop)} now)"
+
+
+def _worker_settings(loop: Loop) -> dict[str, Any]:
+    loader: Any = loop.loader
+    return {
+        "num_workers": _tried_workers(loop),
+        "prefetch_factor": loader.prefetch_factor or 2,
+        "persistent_workers": True,
+        "check_worker_number_rationality": _keep_silent,  # torch's warning of more workers than CPUs is for the user's
+    }
+
+
+def _keep_silent() -> None:
+    pass
 
 
 def _refuse_prefetch(loop: Loop) -> str | None:
@@ -170,7 +216,7 @@ class _AsItWas:
         return num_batches(self._loader)
 
 
-def _setting(name: str, settings: Callable[[Any], dict[str, Any]]) -> Any:
+def _setting(name: str, settings: Callable[[Loop], dict[str, Any]]) -> Any:
     return functools.partial(_loader_set, name=name, settings=settings)
 
 
@@ -178,10 +224,12 @@ LOADER = (
     Treatment(
         name="dataloader_workers",
         cures=CURES["dataloader_workers"],
-        numerics=Numerics(why=_ORDER),
+        numerics=Numerics(why=_ORDER, other_draws=_OTHER_DRAWS),
         refuses=_refuse_workers,
         applied=_setting("dataloader_workers", _worker_settings),
-        lines=_worker_lines(),
+        lines=_worker_lines(Loop(device=torch.device("cpu"))),
+        lines_of=_worker_lines,
+        setting_of=_worker_setting,
     ),
     Treatment(
         name="pin_memory",
@@ -197,7 +245,7 @@ LOADER = (
         numerics=Numerics(why=_ORDER),
         refuses=_refuse_persistent,
         applied=_setting("persistent_workers", lambda _: {"persistent_workers": True}),
-        lines=_worker_lines(),
+        lines=("loader = DataLoader(..., persistent_workers=True)",),
     ),
     Treatment(
         name="prefetch",

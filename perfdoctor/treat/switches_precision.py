@@ -19,6 +19,11 @@ _LOW = (torch.bfloat16, torch.float16)
 _BF16 = "_perfdoctor_bf16_autocast"  # marks a forward that runs under it
 
 
+def autocasts() -> bool:
+    """Whether torch.autocast is on here, for CUDA or the CPU."""
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
 def has_convolution(model: torch.nn.Module) -> bool:
     """Whether the model convolves."""
     return any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
@@ -41,6 +46,8 @@ def _refuse_bf16(loop: Loop) -> str | None:
         return f"the model's parameters are {floats[0]} already"
     if torch.is_autocast_enabled(loop.device.type) or hasattr(loop.model.forward, _BF16):
         return "autocast is on already"
+    if loop.autocast:
+        return "the loop runs under autocast already"
     if loop.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return f"{torch.cuda.get_device_name(loop.device)} has no bfloat16 arithmetic (compute capability 8.0 has)"
     if loop.device.type not in ("cuda", "cpu"):

@@ -30,6 +30,9 @@ class Loop:
     loader: Iterable[Any] | None = None
     train_step: Callable[..., Any] | None = None
     sample_batch: tuple[Any, ...] | None = None  # what train_step takes, on the device
+    # Of the time that samples take, what is computed, 0 to 1: the rest waits for files or a network. None: not seen.
+    fetch_cpu_share: float | None = None
+    autocast: bool = False  # parts of the model were called under torch.autocast
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, torch.device):
@@ -48,11 +51,16 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """How near the losses of the treated loop stay: `rtol` 0.0 claims bitwise equality. `why` names the reason."""
+    """How near the losses of the treated loop stay: `rtol` 0.0 claims bitwise equality. `why` names the reason.
+
+    `other_draws` says what in a loop may draw other random numbers under the treatment, so that its losses differ
+    although nothing else changes. Empty where every draw stays.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
     why: str = ""
+    other_draws: str = ""
 
     @property
     def bitwise(self) -> bool:
@@ -74,3 +82,13 @@ class Treatment:
     refuses: Callable[[Loop], str | None] = field(repr=False)
     applied: Callable[[Loop], AbstractContextManager[Loop]] = field(repr=False)
     lines: tuple[str, ...] = ()  # what the user writes to keep it
+    lines_of: Callable[[Loop], tuple[str, ...]] | None = field(default=None, repr=False)
+    setting_of: Callable[[Loop], str] | None = field(default=None, repr=False)
+
+    def lines_for(self, loop: Loop) -> tuple[str, ...]:
+        """What the user writes to keep it in this loop, as it is without the treatment."""
+        return self.lines if self.lines_of is None else self.lines_of(loop)
+
+    def setting_for(self, loop: Loop) -> str:
+        """What it sets in this loop, where that depends on the loop ('num_workers=4 (1 now)'); '' else."""
+        return "" if self.setting_of is None else self.setting_of(loop)

@@ -2,12 +2,12 @@
 
 The model is the first module called whose parameters cover most of what is trained: of a model and its parts that is
 the outermost. Trained is what the optimizers hold; in a loop without any, what backward passes reach. Losses are the
-tensors on which `.backward()` is called.
+tensors on which `.backward()` is called. Of several loaders it is the one whose batches take longest to fetch.
 """
 
 from __future__ import annotations
 
-import weakref
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,51 +16,58 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
-from perfdoctor.treat.snapshot import tensors_in
+from perfdoctor.treat.switches_precision import autocasts
 from perfdoctor.treat.treatment import Loop
-from perfdoctor.trial.loader_replay import fresh, note_loaders
+from perfdoctor.trial.loader_places import LoaderPlace, LoaderPlaces
 from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
 NUM_BATCHES = 8
+_COSTLIER = 1.25  # times as long, and another loader than the first is the loop's
 
 
 class LiveLoop:
     """Hooks from `install` to `remove`. While not `held`, batches go through untouched.
 
-    While `held`, each batch is fetched from the loader as it then is, begun anew by `restart`. `replayed` says which
-    the loop gets: one of the few that were kept (the one fetched is thrown away), or the one fetched.
+    While `held`, each batch is fetched from its loader as that then is, begun anew by `restart`. `replayed` says which
+    the loop gets: one of the few that were kept (the one fetched is thrown away), or the one fetched. A loader that the
+    loop begins anew, or makes anew, is begun anew behind it too, except while losses are kept: there the loop may be
+    anywhere in its epoch, and every run is to get the same batches. A batch that an epoch was left with before it was
+    trained on is given again there.
     """
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
         self.listening = False  # keep the losses
         self.requested: Callable[[], None] = _nothing  # called before each batch: where no optimizer steps, a step ends
-        self.held = False  # batches come from here: the same few in every run
         self._replayed = True
-        self._loader: Any = None
-        self._iterator: Any = None
-        self._source: Iterator[Any] | None = None
-        self._cache: list[Any] = []
-        self._position = 0
-        self._busy = False
-        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._places = LoaderPlaces(NUM_BATCHES)
         self._modules: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._leaves: dict[int, torch.Tensor] = {}  # what the gradients of a loss go to
         self._looking = False
+        self._autocast = False  # a module was called under it
         self._device: torch.device | None = None  # of a loss
         self._handles: list[Any] = []
         self._module_handle: Any = None
         self._patches = Patches()
         self._begins = Patches()
 
+    @property
+    def held(self) -> bool:
+        """Whether batches come from here: the same few in every run."""
+        return self._places.settled
+
+    @held.setter
+    def held(self, value: bool) -> None:
+        self._places.settled = value
+
     def prepare(self) -> None:
         """Before the loop begins: note which loader an iterator comes from, and the optimizers. Costs next to nothing.
 
         (A hook on optimizers cannot be added at the end of a step: torch is iterating over them then.)
         """
-        note_loaders(self._begins, self._loaders)
+        self._places.install(self._begins)
         self._handles.append(register_optimizer_step_post_hook(self._stepped))
 
     def install(self) -> None:
@@ -86,8 +93,7 @@ class LiveLoop:
         self._handles.clear()
         self._patches.undo()
         self._begins.undo()
-        self._source = self._iterator = self._loader = None
-        self._cache.clear()
+        self._places.clear()
         self.losses.clear()
         self._modules.clear()
         self._optimizers.clear()
@@ -110,7 +116,23 @@ class LiveLoop:
             if count > covered:
                 model, covered = module, count
         device = self._device_of(trained.values())
-        return Loop(device=device, model=model, optimizers=tuple(self._optimizers.values()), loader=self._loader)
+        place = self._place()
+        return Loop(
+            device=device,
+            model=model,
+            optimizers=tuple(self._optimizers.values()),
+            loader=None if place is None else place.loader,
+            fetch_cpu_share=None if place is None else place.fetches.share,
+            autocast=self._autocast,
+        )
+
+    def _place(self) -> LoaderPlace | None:
+        """The one that costs most; the first where none costs clearly more."""
+        asked = [place for place in self._places.places if place.fetch_ns]
+        costliest = max(asked, key=lambda place: place.fetch_ns, default=None)
+        if costliest is None:
+            return None
+        return costliest if costliest.fetch_ns > _COSTLIER * asked[0].fetch_ns else asked[0]
 
     def _trainable(self) -> dict[int, torch.Tensor]:
         """Of the modules called, where no pass on a loss was seen."""
@@ -120,7 +142,8 @@ class LiveLoop:
     def _device_of(self, trained: Iterable[torch.Tensor]) -> torch.device:
         """Where the loop computes: what it trains, else a loss, else parts that it calls or its batches."""
         called = (p for module in self._modules.values() for p in module.parameters())
-        found = [next((each.device for each in kind), None) for kind in (trained, called, tensors_in(self._cache))]
+        given = (each for place in self._places.places for batch in place.batches.kept for each in batch.tensors())
+        found = [next((each.device for each in kind), None) for kind in (trained, called, given)]
         devices = (found[0], self._device, *found[1:])
         return next((each for each in devices if each is not None), torch.device("cpu"))
 
@@ -129,10 +152,11 @@ class LiveLoop:
         return [] if self._optimizers else list(self._leaves.values())
 
     def restart(self, *, replayed: bool) -> None:
-        """Let go of the loader's iterator: the next batch begins a new one, of the loader as it then is."""
+        """Let go of the loaders' iterators: the next batch begins a new one, of the loader as it then is."""
         self._replayed = replayed
-        self._source = None
-        self._position = 0
+        for place in self._places.places:
+            place.end()
+            place.batches.restart()
 
     def values(self) -> list[float]:
         """The losses kept, as numbers; waits for the device."""
@@ -142,10 +166,12 @@ class LiveLoop:
     def _called(self, module: torch.nn.Module, _: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._modules.setdefault(id(module), module)
+            self._autocast = self._autocast or autocasts()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._optimizers.setdefault(id(optimizer), optimizer)
+            self._places.use()
 
     def _backward(self, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if (self.listening or self._looking) and not torch.compiler.is_compiling():
@@ -153,6 +179,7 @@ class LiveLoop:
         return original(tensor, *args, **kwargs)
 
     def _look_at(self, tensor: torch.Tensor) -> None:
+        self._places.use()
         if self.listening and tensor.numel() == 1:
             self.losses.append(tensor.detach().clone().reshape(()))
         if self._looking:
@@ -161,38 +188,32 @@ class LiveLoop:
                 self._leaves.update({id(each): each for each in _leaves_of(tensor)})
 
     def _next(self, iterator: Any, fetch: Any) -> Any:
-        if self._busy or not torch.is_grad_enabled():
+        if self._places.nested or not torch.is_grad_enabled():
             return fetch(iterator)
         self.requested()
-        if not self.held:
-            self._iterator, self._loader = iterator, self._loaders.get(iterator)
-            batch = fetch(iterator)
-            if len(self._cache) < NUM_BATCHES:
-                self._cache.append(batch)
-            return batch
-        if iterator is not self._iterator and (self._loader is None or self._loaders.get(iterator) is not self._loader):
-            return fetch(iterator)  # another loader of the script's
-        self._busy = True
+        place = self._places.asked(iterator)
+        again = self.listening and place.has_left_unused
+        self._places.nested = True
         try:
-            batch = self._sourced(iterator, fetch)
+            batch = place.unused if again else self._fetched(place, iterator, lambda: fetch(iterator))
         finally:
-            self._busy = False
-        if not self._replayed or not self._cache:
-            return batch
-        self._position += 1
-        return fresh(self._cache[(self._position - 1) % len(self._cache)])
+            self._places.nested = False
+        place.unused = batch if self.listening else None
+        if self.held and self._replayed:
+            return place.batches.take(batch, again=again)
+        if not self.held and not place.batches.full:
+            place.batches.keep(batch)
+        return batch
 
-    def _sourced(self, iterator: Any, fetch: Any) -> Any:
-        """A batch from the loader as it now is, begun again where it ends."""
-        if self._source is None:
-            if self._loader is None:
-                return fetch(iterator)
-            self._source = iter(self._loader)
-        try:
-            return next(self._source)
-        except StopIteration:
-            self._source = iter(self._loader)
-            return next(self._source)
+    def _fetched(self, place: LoaderPlace, iterator: Any, fetch: Callable[[], Any]) -> Any:
+        if self.held:
+            if not self.listening:
+                place.renew()
+            return place.fetched(fetch)
+        began = time.perf_counter_ns()
+        batch = place.fetches.fetched(iterator, fetch)
+        place.fetch_ns += time.perf_counter_ns() - began
+        return batch
 
 
 def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from perfdoctor.trial.loader_places import LoaderPlaces
 from perfdoctor.watch.patches import Patches
 
 NUM_BATCHES = 4
@@ -30,11 +31,8 @@ class LoaderReplay:
         self.num_workers = 0
         self.queue = 0  # batches that workers hold ready
         self._requested = requested
-        self._caches: dict[int, list[Any]] = {}
-        self._positions: dict[int, int] = {}
+        self._places = LoaderPlaces(NUM_BATCHES)
         self._successors: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._nested = False
         self._patches = Patches()
 
     def install(self) -> None:
@@ -45,16 +43,16 @@ class LoaderReplay:
         fetch, begin = single.__next__, DataLoader.__iter__
 
         def fetched(iterator: Any) -> Any:
-            return fetch(iterator) if self._nested else self._next(iterator, fetch, begin)
+            return fetch(iterator) if self._places.nested else self._next(iterator, fetch, begin)
 
         self._patches.replace(single, "__next__", fetched)
-        note_loaders(self._patches, self._loaders)
+        self._places.install(self._patches)
 
     def remove(self) -> None:
         """Put the DataLoader classes back and forget the batches."""
         self.running = False
         self._patches.undo()
-        self._caches.clear()
+        self._places.clear()
 
     def next_of(self, iterator: Iterator[Any]) -> Any:
         """`next(iterator)` for a loader that the loop iterates through the session.
@@ -63,7 +61,7 @@ class LoaderReplay:
             StopIteration: as the iterator does.
         """
         self.streaming |= _is_stream(iterator)
-        return self._replayed(id(iterator), lambda: next(iterator))
+        return self._replayed(iterator, lambda: next(iterator))
 
     def _next(self, iterator: Any, fetch: Callable[[Any], Any], begin: Callable[[Any], Any]) -> Any:
         self.queue = max(self.queue, _queue_of(iterator))
@@ -75,48 +73,34 @@ class LoaderReplay:
             try:
                 return fetch(current)
             except StopIteration:
-                loader = self._loaders.get(iterator)
+                loader = self._places.loader_of(iterator)
                 if loader is None or not self.running or not _trains():
                     raise
                 self._successors[iterator] = current = begin(loader)
                 return fetch(current)
 
-        return self._replayed(id(iterator), one)
+        return self._replayed(iterator, one)
 
-    def _replayed(self, key: int, fetch: Callable[[], Any]) -> Any:
-        if self._nested or not self.running or not _trains():
+    def _replayed(self, iterator: Any, fetch: Callable[[], Any]) -> Any:
+        if self._places.nested or not self.running or not _trains():
             return fetch()
         self.asked()
         self._requested()
         if not self.running:  # that was the last step
             return fetch()
         self.num_fetches += 1
-        cache = self._caches.setdefault(key, [])
-        batch = self._fetched(fetch) if self.fetching or len(cache) < NUM_BATCHES else None
-        if len(cache) < NUM_BATCHES:
-            self.turn = len(cache)
-            cache.append(batch)
-            return fresh(batch)
-        position = self._positions.get(key, 0)
-        self._positions[key] = position + 1
-        self.turn = position % len(cache)
-        return fresh(cache[self.turn])
+        batches = self._places.asked(iterator).batches
+        batch = batches.take(self._fetched(fetch) if self.fetching or not batches.full else None)
+        self.turn = batches.turn
+        return batch
 
     def _fetched(self, fetch: Callable[[], Any]) -> Any:
-        self._nested = True
+        self._places.nested = True
         self.num_taken += 1
         try:
             return fetch()
         finally:
-            self._nested = False
-
-
-def fresh(batch: Any) -> Any:
-    """The same tensors in containers of their own: a loop may pop from its batch."""
-    kind = type(batch)
-    if kind is dict:
-        return {key: fresh(value) for key, value in batch.items()}
-    return kind([fresh(each) for each in batch]) if kind in (list, tuple) else batch
+            self._places.nested = False
 
 
 def _queue_of(iterator: Any) -> int:
@@ -132,17 +116,3 @@ def _is_stream(iterator: Any) -> bool:
 
 def _trains() -> bool:
     return bool(sys.modules["torch"].is_grad_enabled())
-
-
-def note_loaders(patches: Patches, loaders: MutableMapping[Any, Any]) -> None:
-    """From now on keep in `loaders` which DataLoader each new iterator comes from."""
-    from torch.utils.data import DataLoader
-
-    begin = DataLoader.__iter__
-
-    def begun(loader: Any) -> Any:
-        iterator = begin(loader)
-        loaders[iterator] = loader
-        return iterator
-
-    patches.replace(DataLoader, "__iter__", begun)

@@ -209,8 +209,9 @@ class ProcessRounds:
             for ns, peak in zip(times, peaks, strict=True)
         )
         saving = claimed(estimate(paired(times[0], times[1], times[0])), float(np.median(times[0])))
-        lines = tuple(dict.fromkeys(line for each in side.treatments for line in each.lines))
-        return self._told(side, judged(side.name, side.parity, before, after, saving, lines))
+        last = pairs[-1][1]
+        verdict = judged(side.name, side.parity, before, after, saving, last.lines, last.setting)
+        return self._told(side, verdict)
 
     def _told(self, side: Candidate, verdict: Verdict) -> Verdict:
         """The verdict with the processes that stand behind it."""

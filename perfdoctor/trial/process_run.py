@@ -47,6 +47,8 @@ class ProcessRun:
     started: bool = False  # the treatments were on when it failed
     num_steps: int = 0  # in all
     notes: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # to keep what was applied, in this loop
+    setting: str = ""  # what that set, where it depends on the loop
     seconds: float = 0.0
 
     def to_json(self) -> str:

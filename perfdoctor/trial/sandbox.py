@@ -115,7 +115,10 @@ class Sandbox:
 
     def _noting(self, launch: Any) -> Any:
         def noted(popen: Any, process: Any) -> Any:
-            self._escapes.note(f"the process {process.name} was spawned, not forked: its files are not redirected")
+            # Workers that are started in each epoch are many: one note stands for all of a name.
+            kind = process.name.rstrip("0123456789:")
+            name = f"processes {kind}N were" if kind.endswith("-") else f"the process {process.name} was"
+            self._escapes.note(f"{name} spawned, not forked: what they write is not redirected")
             return launch(popen, process)
 
         return noted

@@ -17,6 +17,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from perfdoctor.treat.kept_lines import merged
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, claimed, estimate, paired, plain_means, steady_means
 from perfdoctor.trial.treated_steps import Steps, TreatedBlock, TreatedSteps
@@ -36,6 +37,8 @@ class TreatedTiming:
         self.doing = ""
         self._parity = parity
         self._block = block
+        self._lines: tuple[str, ...] = ()  # in the loop as it is
+        self._setting = ""
         self._is_steady = all(_OF_EVERY_STEP.issuperset(each.cures) for each in treatments)
         self._stretches: list[tuple[_Blocks, _Blocks]] = []  # without, with
         self._peaks: dict[bool, list[int]] = {True: [], False: []}
@@ -46,6 +49,8 @@ class TreatedTiming:
         off: _Blocks = []
         on: _Blocks = []
         self._stretches.append((off, on))
+        self._lines = merged(line for each in self.treatments for line in each.lines_for(treated.loop))
+        self._setting = ", ".join(filter(None, (each.setting_for(treated.loop) for each in self.treatments)))
         yield from treated.timed((), off, self._peaks[False], self._block)
         for number in itertools.count(1):
             self.doing = f"its blocks were timed, round {number}"
@@ -74,8 +79,7 @@ class TreatedTiming:
             for means, is_on in ((without, False), (treated, True))
         )
         saving = claimed(self.saving(), float(np.median(before.times_ns)))
-        lines = tuple(dict.fromkeys(line for treatment in self.treatments for line in treatment.lines))
-        return judged(self.name, self._parity, before, after, saving, lines)
+        return judged(self.name, self._parity, before, after, saving, self._lines, self._setting)
 
     def _stretch_means(self) -> list[tuple[list[float], list[float]]]:
         """Mean steps of the blocks of each stretch, without and with, of whole rounds: one without more."""

@@ -158,10 +158,13 @@ def failed(name: str, error: BaseException) -> Verdict:
     )
 
 
-def judged(name: str, parity: Parity, before: Side, after: Side, saving: Estimate, lines: tuple[str, ...]) -> Verdict:
+def judged(
+    name: str, parity: Parity, before: Side, after: Side, saving: Estimate, lines: tuple[str, ...], setting: str = ""
+) -> Verdict:
     """It was timed: faster for sure, and with the same losses, or not."""
     base_ns = float(np.median(before.times_ns))
     accepted, reason = _decide(parity, saving, before.unit)
+    reason = f"{setting}: {reason}" if setting else reason
     return Verdict(
         treatment=name,
         accepted=accepted,

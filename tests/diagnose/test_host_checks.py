@@ -145,6 +145,82 @@ def test_workers_started_again() -> None:
     assert not of(steady, "worker-respawn")
 
 
+def respawning(start_ns: int, first_ns: int, usual_ns: int, at_most: int = 1000) -> Body:
+    """Epochs of four steps. `at_most`: workers are started in so many of them."""
+
+    def body(machine: Machine, step: int) -> None:
+        fresh = step % 4 == 0 and step // 4 < at_most
+        if fresh and start_ns:
+            machine.host(start_ns, pause="worker-start")
+        machine.host(200 * US)
+        machine.host(first_ns if fresh else usual_ns, pause="data")
+        machine.launch(5 * MS)
+        machine.read()
+
+    return body
+
+
+def test_workers_started_again_are_priced_with_the_wait_for_their_first_batch() -> None:
+    """7 ms to start them, 25 ms for the first batch, of which a batch takes 1 ms anyhow: (7 + 24) / 4 a step."""
+    slow = run_loop(respawning(7 * MS, 25 * MS, 1 * MS), 16)
+    diagnosis = diagnose(slow.capture(4))
+    respawn, wait = only(diagnosis, "worker-respawn"), only(diagnosis, "data-wait")
+    assert (
+        respawn.title == "DataLoader workers are started again (31.0 ms each time, 24.0 ms of it for the first batch)"
+    )
+    assert respawn.count == 0.25
+    assert respawn.host_blocked_ns == 7_750 * US
+    assert_headroom(respawn, slow.period_ns - period(respawning(0, 1 * MS, 1 * MS)), slow.period_ns)
+    assert wait.host_blocked_ns == 1 * MS  # no millisecond of the first batch's 25 twice
+    assert diagnosis.accounting is not None
+    idle = diagnosis.accounting.idle_by_code
+    # Of the twelve recorded steps the first, with one of the three starts, has no window of its own.
+    assert idle["worker-respawn"] == pytest.approx(2 * 31 * MS / 11, rel=0.01)
+    assert idle["data-wait"] == pytest.approx(1 * MS, rel=0.01)
+
+
+def test_where_every_wait_is_for_new_workers_none_is_for_data() -> None:
+    def body(machine: Machine, step: int) -> None:
+        machine.host(2 * MS, pause="worker-start")
+        machine.host(3 * MS, pause="data")
+        machine.launch(5 * MS)
+        machine.read()
+
+    diagnosis = diagnose(run_loop(body, 16).capture(4))
+    assert only(diagnosis, "worker-respawn").host_blocked_ns == 5 * MS
+    assert not of(diagnosis, "data-wait")
+
+
+def test_workers_of_another_loader_take_no_wait_of_this_one() -> None:
+    """Those of an evaluation, whose own batches wait elsewhere; the loop's next batch takes what each takes."""
+
+    def body(machine: Machine, step: int) -> None:
+        if step % 4 == 0:
+            machine.host(7 * MS, pause="worker-start")
+            machine.host(25 * MS, pause="eval-data")
+        machine.host(2 * MS, pause="data")
+        machine.launch(5 * MS)
+        machine.read()
+
+    diagnosis = diagnose(run_loop(body, 16).capture(4))
+    assert only(diagnosis, "worker-respawn").host_blocked_ns == 1_750 * US
+    assert only(diagnosis, "data-wait").host_blocked_ns == 2 * MS
+
+
+def test_without_a_gpu_what_the_host_waits_longest_for_comes_first() -> None:
+    """One start in sixteen steps costs more than all waits for data."""
+
+    def body(machine: Machine, step: int) -> None:
+        if step % 16 == 8:
+            machine.host(7 * MS, pause="worker-start")
+        machine.host((1000 if step % 16 == 8 else 20) * MS, pause="data")
+        machine.host(5 * MS, named="forward")
+
+    diagnosis = diagnose(run_loop(body, 16).capture())
+    codes = [found.code for found in diagnosis.findings]
+    assert codes.index("worker-respawn") < codes.index("data-wait")
+
+
 # ---- allocator, garbage collection ----
 
 
@@ -438,6 +514,7 @@ def test_steps_of_the_session_count_towards_the_used_up_buffer() -> None:
         (8, 64.0, "more workers, or make a sample cheaper (the process may use 64 CPUs: 16 workers", "num_workers=16,"),
         (3, 4.0, "3 workers, and the process may use 4 CPUs: make a sample cheaper", ""),
         (1, 2.0, "1 worker, and the process may use 2 CPUs: make a sample cheaper", ""),
+        (1, 2.0, "waits for files or a network gains from more workers than CPUs, 4 to 8", ""),
         (0, None, "give it workers", "len(os.sched_getaffinity(0)) - 1"),
     ],
 )

@@ -49,7 +49,7 @@ def test_report_names_the_treatments_of_each_finding(diagnosis: Diagnosis) -> No
 
 def loop(**facts: object) -> Diagnosis:
     """A loop with one finding of each code that a treatment cures, and what is known of its surroundings."""
-    codes = sorted({code for codes in CURES.values() for code in codes})
+    codes: Any = facts.pop("codes", sorted({code for codes in CURES.values() for code in codes}))
     found = tuple(Finding(code=code, severity=Severity.COST, title=code) for code in codes)
     rows = {"skipped": (), "notes": (), "source": "train.py", **{k: v for k, v in facts.items() if k in _FIELDS}}
     known = {name: value for name, value in facts.items() if name not in _FIELDS}
@@ -77,8 +77,14 @@ def test_only_treatments_that_can_be_in_place_are_offered() -> None:
     assert offered(loop(skipped=_NO_LOADER, notes=bare, num_cpus=4.0)) == everything - _LOADERS  # watched by us
     assert offered(loop(source="session")) == everything - _LOADERS  # batches of something that is no DataLoader
     assert offered(loop(num_workers=0, num_cpus=4.0)) == everything - {"persistent_workers"}
-    assert offered(loop(num_workers=2, pin_memory=True)) == everything - {"dataloader_workers", "pin_memory"}
-    assert offered(loop(num_workers=0, num_cpus=1.0)) == everything - {"persistent_workers", "dataloader_workers"}
+    assert offered(loop(num_workers=2, pin_memory=True)) == everything - {"pin_memory"}
+    # Samples that wait for files gain from 4 to 8 workers on one CPU: whether they do, the treatment sees itself.
+    assert offered(loop(num_workers=0, num_cpus=1.0)) == everything - {"persistent_workers"}
+    assert offered(loop(num_workers=1, num_cpus=2.0)) == everything
+    assert offered(loop(num_workers=8, num_cpus=2.0)) == everything - {"dataloader_workers"}
+    assert offered(loop(num_workers=8, num_cpus=64.0)) == everything
+    assert "persistent_workers" not in offered(loop(codes=("data-wait",)))  # workers that nobody saw
+    assert "persistent_workers" in offered(loop(codes=("data-wait",), num_workers=2))
     assert offered(loop(fused_optimizer=True)) == everything - {"fused_optimizer"}
 
 

@@ -105,6 +105,27 @@ def test_workers_that_persist_already_draw_nothing_more() -> None:
     assert epochs(True) == epochs(False)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["torch's generator", "one of its own"])
+@pytest.mark.parametrize("settings", [{"timeout": 60.0}, {"num_workers": 2}], ids=["timeout", "more workers"])
+def test_workers_that_persist_and_have_begun_are_treated_in_the_same_order(settings: dict[str, Any], own: bool) -> None:
+    """Their loader draws no seed for them any more; the treated one starts its own."""
+
+    def epochs(is_treated: bool) -> list[Any]:
+        torch.manual_seed(7)
+        generator = torch.Generator().manual_seed(3) if own else None
+        loader = loader_of(shuffle=True, num_workers=1, persistent_workers=True, generator=generator)
+        found = [values(loader)]
+        if is_treated:
+            with layered(loader, Layer(name="other", settings=settings)):
+                found += [values(loader), values(loader)]
+            assert loader.generator is generator
+        else:
+            found += [values(loader), values(loader)]
+        return [*found, values(loader), torch.rand(1).item()]
+
+    assert epochs(True) == epochs(False)
+
+
 def test_what_is_on_already_is_refused(cuda: torch.device) -> None:
     model = torch.nn.Linear(2, 2).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from perfdoctor.errors import TreatmentRefused, UsageError
 from perfdoctor.treat.switches import treated, treatment
+from perfdoctor.treat.switches_precision import autocasts
 from perfdoctor.treat.treatment import Loop
 
 
@@ -52,10 +54,35 @@ def test_refusals_name_what_does_not_fit() -> None:
     assert "no workers" in reason("persistent_workers", loader=loop.loader)
     already = DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, persistent_workers=True)
     assert "already" in reason("persistent_workers", loader=already)
-    assert "already" in reason("dataloader_workers", loader=already)
     assert "channels_last already" in reason(
         "channels_last", model=nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     )
+
+
+def test_a_loop_that_runs_under_autocast_is_refused_another() -> None:
+    model = nn.Linear(3, 3)
+    assert treatment("bf16_autocast").refuses(Loop(device=CPU, model=model)) is None
+    assert reason("bf16_autocast", model=model, autocast=True) == "the loop runs under autocast already"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_is_seen_where_it_is_on(kind: str) -> None:
+    assert not autocasts()
+    with torch.autocast("cpu", torch.bfloat16) if kind == "cpu" else _cuda_autocast():
+        assert autocasts()
+        with torch.autocast(kind, enabled=False):
+            assert not autocasts()
+    assert not autocasts()
+
+
+@contextmanager
+def _cuda_autocast() -> Iterator[None]:
+    """As torch.autocast("cuda") sets it, which disables itself with a warning where there is no GPU."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def test_fused_refuses_what_has_no_fused_kernel() -> None:

@@ -104,6 +104,7 @@ def test_the_table_of_cures_names_every_treatment() -> None:
     assert {each.name for each in TREATMENTS} <= set(CURES)
     assert "prefetch" in treatments_for("pageable-copy")
     assert treatments_for("worker-respawn") == ("persistent_workers",)
+    assert treatments_for("data-wait") == ("prefetch", "persistent_workers", "dataloader_workers")
     assert treatments_for("no-such-code") == ()
 
 

@@ -87,6 +87,27 @@ else:
     assert any("Helper was spawned" in line for line in found["escaped"])
 
 
+def test_processes_that_are_spawned_by_the_dozen_are_one_note(home: Path) -> None:
+    found = _run(
+        """
+import multiprocessing
+if __name__ == "__main__":
+    with Sandbox() as box:
+        for name in (None, None, None, "Helper"):
+            process = multiprocessing.get_context("spawn").Process(target=print, args=("hello",), name=name)
+            process.start()
+            process.join()
+else:
+    raise SystemExit
+""",
+        home,
+    )
+    spawned = [line for line in found["escaped"] if "spawned" in line]
+    assert len(spawned) == 2, spawned
+    assert spawned[0] == "processes SpawnProcess-N were spawned, not forked: what they write is not redirected"
+    assert spawned[1].startswith("the process Helper was spawned")
+
+
 def test_programs_are_said(home: Path) -> None:
     found = _run(
         """
