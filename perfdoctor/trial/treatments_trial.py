@@ -168,6 +168,7 @@ class TreatmentsTrial:
                 self._cut()
             self._steps.close()  # leaves the treatment that is on
         finally:
+            self._deadline.clear()  # the next treatment has set it, where one was cut off
             treated, self._treated = self._treated, None  # the objects of the script may go
             self._live.held = self._live.listening = False
             if treated is not None:
