@@ -154,7 +154,7 @@ class _Search:
 
     def try_processes(self) -> None:
         """Those deferred, and those on which one process gave no verdict, in processes; then the best together."""
-        unsure = {v.treatment: (v, why) for v in self._verdicts if (why := undecided(v)) and " + " not in v.treatment}
+        unsure = {v.treatment: (v, why) for v in self._verdicts if (why := undecided(v)) and not v.is_set}
         reasons = self._deferred | {name: why for name, (_, why) in unsure.items()}
         if not reasons:
             return
@@ -186,8 +186,8 @@ class _Search:
 
     def _best_of_both(self, in_processes: set[str]) -> tuple[Treatment, ...]:
         """The accepted ones, by what they save, where one process was not enough to try them together."""
-        single = [v for v in self._verdicts if v.accepted and v.saving is not None and " + " not in v.treatment]
-        accepted = sorted(single, key=lambda v: -(v.saving.mid_ns if v.saving else 0.0))
+        single = [v for v in self._verdicts if v.accepted and v.saving is not None and not v.is_set]
+        accepted = sorted(single, key=lambda v: -v.saved_ns)
         if len(accepted) < 2 or not any(v.treatment in in_processes for v in accepted):
             return ()
         names = [v.treatment for v in accepted]

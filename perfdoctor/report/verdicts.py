@@ -55,12 +55,12 @@ _UNFIT, _NOT_TRIED = "does not fit: ", "not tried: "  # how the reasons of trial
 
 def ranked(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """Accepted ones by what they save; then those that were timed, then those that were not."""
-    return tuple(sorted(verdicts, key=lambda v: (not v.accepted, v.saving is None, -_saved(v) if v.accepted else 0)))
+    return tuple(sorted(verdicts, key=lambda v: (not v.accepted, v.saving is None, -v.saved_ns if v.accepted else 0)))
 
 
 def best_of(verdicts: Sequence[Verdict]) -> Verdict | None:
     """The one to keep: of those accepted the one that saves most, be it one treatment or several together."""
-    return max((v for v in verdicts if v.accepted), key=_saved, default=None)
+    return max((v for v in verdicts if v.accepted), key=lambda v: v.saved_ns, default=None)
 
 
 def render_verdicts(
@@ -74,9 +74,9 @@ def render_verdicts(
 ) -> str:
     """The page. `again(names)` is the command that tries these treatments with more time."""
     order = ranked(verdicts)
-    single = [v for v in order if v.accepted and not _is_set(v)]
-    sets = [v for v in order if _is_set(v)]
-    rejected = [v for v in order if not v.accepted and not _is_set(v)]
+    single = [v for v in order if v.accepted and not v.is_set]
+    sets = [v for v in order if v.is_set]
+    rejected = [v for v in order if not v.accepted and not v.is_set]
     lines: list[Line] = [*_head(order, diagnosis, width)]
     for number, verdict in enumerate(single, 1):
         lines += ((), *_accepted(f"{number}  {verdict.treatment}", verdict, diagnosis, width, root))
@@ -128,7 +128,7 @@ def _head(verdicts: Sequence[Verdict], diagnosis: Diagnosis, width: int) -> list
     rows = wrapped(f"Treatments of {diagnosis.source}{step}", width, style="strong")
     if where:
         rows += wrapped(where, width, style="faint")
-    single = [v for v in tried if not _is_set(v)]
+    single = [v for v in tried if not v.is_set]
     apart = sum(v.num_processes > 0 for v in single)
     processes = f", {apart} in processes of their own" if apart else ""
     if not single:
@@ -235,7 +235,7 @@ def _measured(verdict: Verdict) -> str:
 
 def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, order: Sequence[Verdict]) -> list[Line]:
     if best is None:
-        return wrapped(_nothing([v for v in order if not _is_set(v)]), width, style="strong")
+        return wrapped(_nothing([v for v in order if not v.is_set]), width, style="strong")
     speed_up = "" if best.speed_up is None else f", {format_times(best.speed_up.mid)} as fast"
     rows = wrapped(f"Lines to change ({best.treatment}{speed_up})", width, style="strong")
     places = [finding for finding in _findings(best, diagnosis) if finding.site is not None]
@@ -251,7 +251,7 @@ def _ending(best: Verdict | None, diagnosis: Diagnosis, width: int, root: str, o
 
 def _others_alone(best: Verdict, order: Sequence[Verdict]) -> list[Verdict]:
     """What else is to be kept, where no set of them was timed: it failed, or there was no time for it."""
-    if any(_is_set(verdict) and verdict.saving is not None for verdict in order):
+    if any(verdict.is_set and verdict.saving is not None for verdict in order):
         return []
     return [verdict for verdict in order if verdict.accepted and verdict is not best]
 
@@ -278,7 +278,7 @@ def _code(line: str) -> Line:
 
 def _command(verdicts: Sequence[Verdict], diagnosis: Diagnosis, again: Again | None) -> str:
     """What to run for those that the time did not suffice for; '' where it did. Of sets, their parts."""
-    late = [name for verdict in verdicts if verdict.wants_time for name in verdict.treatment.split(" + ")]
+    late = [name for verdict in verdicts if verdict.wants_time for name in verdict.names]
     if not late:
         return ""
     names = tuple(dict.fromkeys(late))
@@ -289,17 +289,9 @@ def _row(label: str, text: str, width: int) -> list[Line]:
     return wrapped(text, width, label=f"{' ' * _INDENT}{label}", indent=_LABELS)
 
 
-def _is_set(verdict: Verdict) -> bool:
-    return " + " in verdict.treatment
-
-
-def _saved(verdict: Verdict) -> float:
-    return 0.0 if verdict.saving is None else verdict.saving.mid_ns
-
-
 def _findings(verdict: Verdict, diagnosis: Diagnosis) -> list[Finding]:
     """What was found that one of the verdict's treatments is for."""
-    names = set(verdict.treatment.split(" + "))
+    names = set(verdict.names)
     return [finding for finding in diagnosis.findings if names & set(treatments_for(finding.code))]
 
 

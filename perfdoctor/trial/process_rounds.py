@@ -26,6 +26,7 @@ from perfdoctor.trial.verdict import (
     Side,
     Verdict,
     is_doubtful,
+    joined_name,
     judge_parity,
     judged,
     not_run,
@@ -55,7 +56,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return " + ".join(self.names)
+        return joined_name(self.treatments)
 
 
 class ProcessRounds:

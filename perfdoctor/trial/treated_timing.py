@@ -21,7 +21,7 @@ from perfdoctor.treat.kept_lines import merged
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, claimed, estimate, paired, plain_means, steady_means
 from perfdoctor.trial.treated_steps import Steps, TreatedBlock, TreatedSteps
-from perfdoctor.trial.verdict import Parity, Side, Verdict, judged
+from perfdoctor.trial.verdict import Parity, Side, Verdict, joined_name, judged
 
 _Blocks = list[NDArray[np.float64]]  # ns of each counted step
 # Codes of what every step pays for alike. A loader's workers, a read or a collection strike some steps only.
@@ -32,7 +32,7 @@ class TreatedTiming:
     """Of `treatments` together, in blocks like `block`. `doing` says where it is."""
 
     def __init__(self, treatments: tuple[Treatment, ...], parity: Parity, block: TreatedBlock) -> None:
-        self.name = " + ".join(treatment.name for treatment in treatments)
+        self.name = joined_name(treatments)
         self.treatments = treatments
         self.doing = ""
         self._parity = parity

@@ -41,6 +41,7 @@ from perfdoctor.trial.verdict import (
     cut_off,
     failed,
     is_doubtful,
+    joined_name,
     judge_parity,
     refused,
     too_long,
@@ -109,7 +110,7 @@ class TreatmentsTrial:
     @property
     def active(self) -> str:
         """The treatment that is on at this moment, '' where none is: the one to blame where the script fails."""
-        return "" if self._treated is None else _name(self._treated.active)
+        return "" if self._treated is None else joined_name(self._treated.active)
 
     def step_ended(self, stamp: Stamp) -> None:
         """A step ended; `stamp` was taken at its end. Ends a script that has caught what ends it, too."""
@@ -122,14 +123,15 @@ class TreatmentsTrial:
             self._ended()
 
     def _go_on(self, stamp: Stamp) -> None:
-        self._over_time |= self._time.remaining() <= 0
+        cut = self._last_moment <= self._time.now() < self._time.over  # the other treatments need what is left
+        self._over_time |= self._deadline.past and not cut
         self._left -= 1
         if self._over_time:
             self.close()
         if self.over:
             return
         try:
-            if self._time.now() >= self._last_moment:  # the other treatments need what is left
+            if cut:
                 self._left = self._steps.throw(_Spent())
             elif self._left <= 0:
                 self._left = self._steps.send(stamp)
@@ -147,7 +149,7 @@ class TreatmentsTrial:
     def how_far(self) -> str:
         """For whoever waits: 'trying fused_optimizer, 3 of 12 treatments judged'."""
         doing = f"trying {self.active}" if self.active else "the loop as it is"
-        judged = sum(" + " not in verdict.treatment for verdict in self.verdicts) + self._num_judged
+        judged = sum(not verdict.is_set for verdict in self.verdicts) + self._num_judged
         number = len(self._treatments) + self._num_judged
         return f"{doing}, {judged} of {format_plural(number, 'treatment')} judged"
 
@@ -224,11 +226,11 @@ class TreatmentsTrial:
 
     def _try_best(self, treated: TreatedSteps) -> Steps:
         found = [(t, v) for v in self.verdicts if v.accepted for t in self._treatments if t.name == v.treatment]
-        accepted = sorted((*self._accepted, *found), key=lambda pair: -_saved(pair[1]))
+        accepted = sorted((*self._accepted, *found), key=lambda pair: -pair[1].saved_ns)
         if len(accepted) < 2:
             return
         if self._time.remaining() < self._time.least():
-            self.verdicts.append(untried(_name([treatment for treatment, _ in accepted]), SPENT))
+            self.verdicts.append(untried(joined_name([treatment for treatment, _ in accepted]), SPENT))
             return
         best = _compatible([treatment for treatment, _ in accepted], treated.loop)
         if len(best) >= 2:
@@ -236,7 +238,7 @@ class TreatmentsTrial:
 
     def _try(self, treated: TreatedSteps, treatments: tuple[Treatment, ...]) -> Steps:
         treated.begin()
-        name, began = _name(treatments), time.perf_counter()
+        name, began = joined_name(treatments), time.perf_counter()
         self._doing, self._parity = "its losses were compared", NOT_COMPARED
         try:
             parity, replayed, stamps = yield from self._compare(treated, treatments, dry=False)
@@ -263,7 +265,7 @@ class TreatmentsTrial:
             self.verdicts = [verdict for verdict in self.verdicts if verdict.treatment != treatments[0].name]
             self.deferred.append((treatments[0], reason))
         else:
-            self._decide(failed(_name(treatments), error))
+            self._decide(failed(joined_name(treatments), error))
 
     def _decide(self, verdict: Verdict) -> None:
         """In place of the one that its treatment has, where it has one."""
@@ -301,7 +303,7 @@ class TreatmentsTrial:
         block = TreatedBlock(edge=edge, counted=counted_steps(self._time.step_ns, multiple=period), replayed=replayed)
         needed, left = self._time.seconds_of(block), self._time.remaining()
         if needed > left:
-            self.verdicts.append(too_long(_name(treatments), needed, left, block.steps, self._parity))
+            self.verdicts.append(too_long(joined_name(treatments), needed, left, block.steps, self._parity))
             return
         timing = TreatedTiming(treatments, self._parity, block)
         try:
@@ -356,11 +358,3 @@ def _compatible(best: Sequence[Treatment], loop: Loop) -> tuple[Treatment, ...]:
                 continue
             taken.append(treatment)
     return tuple(taken)
-
-
-def _name(treatments: Sequence[Treatment]) -> str:
-    return " + ".join(treatment.name for treatment in treatments)
-
-
-def _saved(verdict: Verdict) -> float:
-    return 0.0 if verdict.saving is None else verdict.saving.mid_ns

@@ -62,6 +62,7 @@ class Parity:
 
 SPENT = "the time was spent (--seconds)"
 UNDECIDED = "not decided"
+_AND = " + "
 NOT_COMPARED = Parity(kept=None, text="not compared")
 
 
@@ -85,9 +86,29 @@ class Verdict:
     why_processes: str = ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the treatments tried together; one where it was tried alone."""
+        return tuple(self.treatment.split(_AND))
+
+    @property
+    def is_set(self) -> bool:
+        """Whether several were tried together."""
+        return len(self.names) > 1
+
+    @property
+    def saved_ns(self) -> float:
+        """A step, as measured; 0 where it was not timed."""
+        return 0.0 if self.saving is None else self.saving.mid_ns
+
+    @property
     def wants_time(self) -> bool:
         """Whether more `--seconds` might decide it."""
         return not self.accepted and ("(--seconds)" in self.reason or self.reason.endswith(UNDECIDED))
+
+
+def joined_name(treatments: Sequence[Treatment]) -> str:
+    """What treatments tried together are called in a Verdict."""
+    return _AND.join(treatment.name for treatment in treatments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
