@@ -16,6 +16,7 @@ from perfdoctor.diagnose.ruled_out import has
 from perfdoctor.record import intervals
 from perfdoctor.record.capture import Site
 from perfdoctor.record.intervals import Intervals
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 from perfdoctor.units import format_ms, format_plural, format_share
 
 _LOADER = re.compile(r"enumerate\(DataLoader\)|_(SingleProcess|MultiProcessing)DataLoaderIter|^data$|^dataloader", re.I)
@@ -25,7 +26,6 @@ _PARTS = (
     ("collate", re.compile(r"\bdefault_collate$|: collate(_fn)?$")),
     ("pin", re.compile(r"pin_memory$")),
 )
-_WITHOUT_CUDA = "no-gpu"  # code of the note on a session whose loop uses no CUDA
 MIN_SHARE = 0.01
 CLEAR_SHARE = 0.05  # a shorter wait that gives nothing back is a loader that keeps up
 
@@ -144,7 +144,7 @@ def _advice(review: Review) -> Advice:
     fit = 0 if cpus is None else workers_for(cpus, workers or 0)
     room = "" if cpus is None else f" ({_may_use(cpus)}: {format_plural(fit, 'worker')} beside the loop)"
     lines = loader_lines(cpus, workers or 0)
-    if any(note.code == _WITHOUT_CUDA for note in review.capture.notes):  # the DataLoader would only warn
+    if any(note.code == WITHOUT_CUDA for note in review.capture.notes):  # the DataLoader would only warn
         lines = tuple(line.replace(", pin_memory=True", "") for line in lines)
     return Advice(text=f"{text}{room}", lines=lines)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from perfdoctor.record.capture import Capture, WorkKind
 from perfdoctor.record.kernel_names import KernelClass, kernel_class, without_tensor_cores
+from perfdoctor.record.note_codes import HAS
 
-HAS = "has-"  # begins the code of a note on what the loop has already
 _COMPILE = ("compile", "compile_reduce_overhead", "compile_max_autotune")
 # inductor's kernels: triton_poi_fused_add_0, triton_red_fused_..., triton_per_..., triton_tem_fused_...
 _COMPILED = re.compile(r"^triton_(poi|red|per|tem|for|mm)_")

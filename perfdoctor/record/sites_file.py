@@ -16,6 +16,7 @@ import numpy as np
 
 from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError
 from perfdoctor.record.capture import Capture, Columns, Environment, Ints, Note, RangeKind, Ranges, from_manifest
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 
 SUFFIX = ".sites.json"
 _VERSION = 1
@@ -145,7 +146,7 @@ def _mismatch(recording: Capture, shifts: list[int]) -> str:
 def _notes(recording: Capture, session: Capture) -> Iterator[Note]:
     """Without those that the session knows better."""
     known = {"no-steps"}
-    if any(note.code == "no-gpu" for note in session.notes):  # it says so itself
+    if any(note.code == WITHOUT_CUDA for note in session.notes):  # it says so itself
         known |= {"no-calls", "no-device-rows"}
     return (note for note in recording.notes if note.code not in known)
 

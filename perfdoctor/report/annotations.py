@@ -43,7 +43,7 @@ def render_github(diagnosis: Diagnosis, root: str = "") -> str:
         if finding.site is not None:
             file, line = relative_path(finding.site.frame.file, root), finding.site.frame.line
             place = f" file={_escape_property(file)},line={line},title={_escape_property(rule_id(finding))}"
-        lines.append(f"::{_COMMANDS[finding.severity]}{place}::{_escape(message(finding))}\n")
+        lines.append(f"::{_COMMANDS[finding.severity]}{place}::{escaped(message(finding))}\n")
     return "".join(lines)
 
 
@@ -118,9 +118,10 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
 
 
-def _escape(text: str) -> str:
+def escaped(text: str) -> str:
+    """As the text of a GitHub workflow command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _escape_property(text: str) -> str:
-    return _escape(text).replace(":", "%3A").replace(",", "%2C")
+    return escaped(text).replace(":", "%3A").replace(",", "%2C")

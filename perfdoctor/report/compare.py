@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from perfdoctor.report.annotations import escaped
+from perfdoctor.report.json import optional_ms
 from perfdoctor.report.lines import Line, plain, wrapped
 from perfdoctor.trial.compared_run import ComparedRun, FindingRow
 from perfdoctor.trial.comparison import Change, Comparison
@@ -126,8 +128,8 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
     """The comparison as plain dicts and lists."""
     known = not comparison.incomparable
     said = {
-        "predicted_ms": _optional(comparison.predicted_ns),
-        "counterfactual_ms": _optional(comparison.counterfactual_ns),
+        "predicted_ms": optional_ms(comparison.predicted_ns),
+        "counterfactual_ms": optional_ms(comparison.counterfactual_ns),
         "measured_ms": ms(-comparison.difference_ns),
         "low_ms": ms(-comparison.high_ns),
         "high_ms": ms(-comparison.low_ns),
@@ -166,11 +168,7 @@ def render_comparison_github(comparison: Comparison) -> str:
     """One workflow command for the answer, one for each warning."""
     level = "warning" if comparison.change in (Change.SLOWER, Change.UNKNOWN) else "notice"
     lines = [(level, sentence(comparison)), *(("warning", text) for text in comparison.warnings)]
-    return "".join(f"::{level} title=perfdoctor compare::{_escaped(text)}\n" for level, text in lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return "".join(f"::{level} title=perfdoctor compare::{escaped(text)}\n" for level, text in lines)
 
 
 def _run(run: ComparedRun) -> dict[str, Any]:
@@ -194,10 +192,6 @@ def _row(row: FindingRow) -> dict[str, Any]:
         "file": row.file,
         "line": row.line,
         "function": row.function,
-        "headroom_ms": _optional(row.headroom_ns),
-        "counterfactual_ms": _optional(row.counterfactual_ns),
+        "headroom_ms": optional_ms(row.headroom_ns),
+        "counterfactual_ms": optional_ms(row.counterfactual_ns),
     }
-
-
-def _optional(ns: int | None) -> float | None:
-    return None if ns is None else ms(ns)

@@ -7,6 +7,7 @@ recording (the dataset, the model) it says itself, when it is tried.
 from __future__ import annotations
 
 from perfdoctor.diagnose.finding import Diagnosis
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 from perfdoctor.treat.cures import OF_THE_LOADER
 
 # Treatments that change one whole step, given as a function: no script on trial has one.
@@ -18,7 +19,6 @@ _NEED_CUDA = frozenset(
     }
 )  # fmt: skip
 _MOST_WAITING = 8  # workers that are tried where they wait more than they compute
-WITHOUT_CUDA = "no-gpu"  # code of the note on a session whose loop uses no CUDA
 _MARKS_NOTHING = frozenset({"no-steps", "no-nvtx"})
 
 

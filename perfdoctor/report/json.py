@@ -77,9 +77,9 @@ def as_document(diagnosis: Diagnosis) -> dict[str, Any]:
             {
                 "rank": row.rank,
                 "path": row.path,
-                "step_ms": _optional_ms(row.step_ns),
+                "step_ms": optional_ms(row.step_ns),
                 "gpu_busy_ratio": None if row.busy_ratio is None else round(row.busy_ratio, 4),
-                "exposed_communication_ms": _optional_ms(row.exposed_communication_ns),
+                "exposed_communication_ms": optional_ms(row.exposed_communication_ns),
                 "note": row.note,
             }
             for row in diagnosis.ranks
@@ -120,8 +120,8 @@ def _finding(finding: Finding, step: StepTime | None) -> dict[str, Any]:
         "site": None if finding.site is None else site_document(finding.site),
         "count": finding.count,
         "count_per_micro_batch": finding.count_per_micro_batch,
-        "host_blocked_ms": _optional_ms(finding.host_blocked_ns),
-        "gpu_idle_ms": _optional_ms(finding.gpu_idle_ns),
+        "host_blocked_ms": optional_ms(finding.host_blocked_ns),
+        "gpu_idle_ms": optional_ms(finding.gpu_idle_ns),
         "headroom": None
         if room is None
         else {"low_ms": ms(room.low_ns), "mid_ms": ms(room.mid_ns), "high_ms": ms(room.high_ns)},
@@ -187,5 +187,6 @@ def _overhead(row: Overhead) -> dict[str, Any]:
     return {"phase": row.phase, "ratio": row.ratio, "low_ratio": row.low, "high_ratio": row.high}
 
 
-def _optional_ms(ns: int | None) -> float | None:
+def optional_ms(ns: int | None) -> float | None:
+    """In ms; null where not measured."""
     return None if ns is None else ms(ns)

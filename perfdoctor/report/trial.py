@@ -9,8 +9,9 @@ from typing import Any, Self
 
 from perfdoctor.diagnose.finding import Finding, Saving
 from perfdoctor.diagnose.hit_counts import EMULATED
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 from perfdoctor.report import phrases
-from perfdoctor.report.fitting import WITHOUT_CUDA, fitting
+from perfdoctor.report.fitting import fitting
 from perfdoctor.report.json import as_document, saving_document, site_document
 from perfdoctor.report.lines import Line, command_lines, plain, wrapped
 from perfdoctor.report.text import WIDTH, render_text

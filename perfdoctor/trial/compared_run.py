@@ -15,6 +15,7 @@ from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.errors import BrokenTraceError, NotATraceError, UnsupportedTraceError, UsageError
 from perfdoctor.record.capture import Note
 from perfdoctor.record.load import load_capture
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 from perfdoctor.record.script_note import noted_script
 from perfdoctor.trial.outcome import ALL
 from perfdoctor.units import NS_PER_MS
@@ -28,7 +29,6 @@ _LONGEST_MS = 1e12  # 30 years
 NO_GPU = "no GPU"
 _OPTIMIZER = "optimizer"  # code of the note on an optimizer of the loop
 _TENSORS = re.compile(r"\w+: .*?\d+ tensors?\b")  # how it begins: 'AdamW: 1 parameter group, 41 tensors'
-_WITHOUT = "no-gpu"  # code of the note on a recording without a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class ComparedRun:
         """The GPU, 'an emulated device', 'no GPU' where the recording says that there was none; '' where it is mute."""
         if self.emulated:
             return "an emulated device"
-        return str(self.environment.get("gpu") or "") or (NO_GPU if _WITHOUT in self.note_codes else "")
+        return str(self.environment.get("gpu") or "") or (NO_GPU if WITHOUT_CUDA in self.note_codes else "")
 
 
 def read_run(path: str | os.PathLike[str]) -> ComparedRun:

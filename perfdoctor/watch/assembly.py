@@ -30,6 +30,7 @@ from perfdoctor.record.capture import (
     Site,
     Steps,
 )
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 from perfdoctor.watch.clocks import cuda_active, durations
 from perfdoctor.watch.overhead import measure_overhead
 from perfdoctor.watch.pauses import Pause
@@ -258,7 +259,7 @@ def _notes(recorder: Recorder) -> list[Note]:
         notes.append(Note(code="stopped-early", text=f"only {done} of {planned} planned steps were seen", count=done))
     if not (cuda_active() or recorder.emulated):
         text = "the loop does not use CUDA: host-side findings only, no device times"
-        notes.append(Note(code="no-gpu", text=text))
+        notes.append(Note(code=WITHOUT_CUDA, text=text))
     if recorder.steps.source != HOOKS:
         notes.append(Note(code="step-source", text=f"steps were taken from {recorder.steps.source}"))
     updates = recorder.steps.updates_per_step()

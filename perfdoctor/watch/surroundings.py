@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perfdoctor.record.capture import Environment, Note
+from perfdoctor.record.note_codes import HAS
 from perfdoctor.units import format_plural
 from perfdoctor.version import VERSION
 from perfdoctor.watch.clocks import cuda_active
@@ -63,7 +64,7 @@ def describe_settings(loader: Any, prefetched: bool) -> list[Note]:
         "gc_frozen": (gc.get_freeze_count() > 0 or not gc.isenabled(), "Python's garbage collector is held off"),
         "tf32": (cuda_active() and _allows_tf32(torch), "TF32 is allowed in matrix products"),
     }
-    return [Note(code=f"has-{name}", text=text) for name, (there, text) in found.items() if there]
+    return [Note(code=HAS + name, text=text) for name, (there, text) in found.items() if there]
 
 
 def _allows_tf32(torch: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the tests of the trial share: the emulated device, and a user's folder."""
+"""What the tests of the trial share: the emulated device, a loop that is looked at, and a user's folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import perfdoctor
+from perfdoctor.trial.live_loop import LiveLoop
 
 
 @pytest.fixture
@@ -17,6 +18,15 @@ def device() -> Iterator[Any]:
     """The emulated device, on for the time of the test."""
     with perfdoctor.emulate_cuda() as emulated:
         yield emulated
+
+
+@pytest.fixture
+def live() -> Iterator[LiveLoop]:
+    """A loop that is looked at for the time of the test."""
+    seen = LiveLoop()
+    seen.install()
+    yield seen
+    seen.remove()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,14 +18,6 @@ class Waiting(Dataset[torch.Tensor]):
     def __getitem__(self, at: int) -> torch.Tensor:
         time.sleep(0.004)
         return torch.ones(3)
-
-
-@pytest.fixture
-def live() -> Iterator[LiveLoop]:
-    seen = LiveLoop()
-    seen.install()
-    yield seen
-    seen.remove()
 
 
 @pytest.mark.parametrize("on", [True, False])
