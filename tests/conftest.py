@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 # CI asks whether something that worked is broken, with the same examples each time; new ones are looked for by hand.
 settings.register_profile("untimed", settings(), deadline=None, derandomize="SAME_EXAMPLES" in os.environ)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Lightning's Trainer ignores Ctrl-C for good once it was interrupted: processes of later tests would, too."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return (yield)
+    finally:
+        if signal.getsignal(signal.SIGINT) is not before:
+            signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

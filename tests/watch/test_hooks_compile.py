@@ -152,8 +152,9 @@ def test_a_collection_inside_a_compiled_function_compiles_nothing_of_ours(counte
             gc.enable()
         return counters["frames"]["total"]
 
-    plain = frames(install=False)
-    assert abs(frames(install=True) - plain) <= 2  # plain runs differ by one; 54 were compiled
+    frames(install=False)  # the first run of a process compiles what torch runs once: three frames more
+    plain, hooked = frames(install=False), frames(install=True)
+    assert hooked <= plain + 2  # plain runs differ by one; 54 were compiled
     codes = [code for code in (seen() for seen in input_codes.seen) if code is not None]
     assert [code.co_name for code in codes if "/perfdoctor/watch/" in code.co_filename] == []
     assert [hit.kind for hit in log.hits] == ["python_gc"] * 3
