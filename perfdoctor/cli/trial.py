@@ -78,7 +78,7 @@ def _measure(command: Command, options: argparse.Namespace) -> Outcome:
 
     report = TrialReport.of(run.outcome, script=command.typed, emulated=_emulated_command(command, options))
     on = f", with {run.broken.name} on trial" if run.broken is not None else ""
-    messages = (f"the script ended with exit code {run.exit_code}{on}",) if run.exit_code else ()
+    messages = (_ended(run.exit_code, on),) if run.exit_code else ()
     text = report.to_json() if options.format == "json" else report.to_text()
     return Outcome(text=text, path=options.output, exit_code=run.exit_code, messages=messages)
 
@@ -139,9 +139,13 @@ def _treat(command: Command, options: argparse.Namespace) -> Outcome:
         text = render_verdicts_json(run.verdicts, run.diagnosis, notes=notes, again=again)
     else:
         text = render_verdicts(run.verdicts, run.diagnosis, notes=notes, root=os.getcwd(), again=again)
-    said = "interrupted" if run.exit_code == INTERRUPTED else f"the script ended with exit code {run.exit_code}"
-    messages = (said,) if run.exit_code else ()
+    messages = (_ended(run.exit_code),) if run.exit_code else ()
     return Outcome(text=text, path=options.output, exit_code=run.exit_code, messages=messages)
+
+
+def _ended(exit_code: int, on: str = "") -> str:
+    """In words; `on` says what was on trial then."""
+    return "interrupted" if exit_code == INTERRUPTED else f"the script ended with exit code {exit_code}{on}"
 
 
 def _command_line(command: Command, options: argparse.Namespace, names: Sequence[str], seconds: float) -> str:

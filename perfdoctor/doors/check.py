@@ -16,12 +16,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from perfdoctor.diagnose.finding import Advice, Binding, Diagnosis, Finding, Severity
 from perfdoctor.diagnose.hit_counts import REGULAR_SHARE
 from perfdoctor.diagnose.line_advice import advice_at
-from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program, output_aside
+from perfdoctor.doors.script import as_main, execute_program, load_program, output_aside
+from perfdoctor.doors.script_stop import ScriptStop
 from perfdoctor.emulate import EmulatedDevice, emulate_cuda
 from perfdoctor.errors import INTERRUPTED, UsageError
 from perfdoctor.record.call_site import HitLog
@@ -107,18 +109,19 @@ def check_script(
     linecache.checkcache()  # a file of the same name that was read before may have been another
     program = load_program(str(target), module=module)
     ends: list[int] = []
+    stop = ScriptStop(throw_away=False)
 
     def ended(stamp: int) -> None:
         ends.append(stamp)
         heal()
         if max_steps is not None and len(ends) > max_steps:
-            raise ScriptStopped
+            stop()
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
     detector = StepDetector(now, ended, ends.clear)
     with _hooked_gpu() if on_gpu else _emulated() as (device, heal), detected(detector):
         with output_aside(), as_main(program, arguments):
-            exit_code, _ = execute_program(program)
+            exit_code, _ = stop.run(partial(execute_program, program))
         log, notes = device.log, device.notes
     if len(ends) < 2 and len(detector.passes) > 1:
         ends, detector.source = detector.passes, BACKWARDS

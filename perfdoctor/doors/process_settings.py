@@ -1,5 +1,7 @@
 """What a script sets for its whole process, put back after it: the report comes out where ours goes, in any mood.
 
+What can be set once only is put back as well, as far as it can be: a script that dies of a treatment is run again.
+
 The working directory and the environment are the sandbox's affair; `__main__`, `sys.argv` and `sys.path` that of
 script.py.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import builtins
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,10 +19,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from perfdoctor.record.owners import USER, file_owner
+from perfdoctor.watch.patches import Patches
 
 _OF_SYS = (
     "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__",
@@ -30,10 +34,12 @@ _OF_SYS = (
 @contextmanager
 def kept_settings() -> Iterator[None]:
     """Streams, hooks, built-in functions, signal handlers, warning filters, log handlers, the collector, torch's
-    defaults, and which modules of the user's are loaded: afterwards as they were."""
+    defaults, how processes are started, and which modules of the user's are loaded: afterwards as they were. A process
+    group that is made in the block is destroyed."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        for undo in (_modules(), _builtins(), _streams(), _collector(), _root_logger(), *_signals(), *_of_torch()):
+        kept = (_modules(), _builtins(), _streams(), _collector(), _root_logger(), _start_method())
+        for undo in (*kept, *_signals(), *_of_torch()):
             stack.callback(undo)
         mask = os.umask(0o077)
         os.umask(mask)
@@ -98,6 +104,16 @@ def _collector() -> Callable[[], None]:
     return undo
 
 
+def _start_method() -> Callable[[], None]:
+    before = multiprocessing.get_start_method(allow_none=True)
+
+    def undo() -> None:
+        if multiprocessing.get_start_method(allow_none=True) != before:
+            multiprocessing.set_start_method(before, force=True)
+
+    return undo
+
+
 def _root_logger() -> Callable[[], None]:
     root = logging.getLogger()
     handlers, filters, level, disabled = list(root.handlers), list(root.filters), root.level, root.manager.disable
@@ -158,7 +174,32 @@ def _of_torch() -> list[Callable[[], None]]:
             if getattr(torch.backends.cudnn, name) != value:
                 setattr(torch.backends.cudnn, name, value)
 
-    return [undo]
+    return [undo, _process_group(torch), _interop_threads(torch)]
+
+
+def _process_group(torch: Any) -> Callable[[], None]:
+    distributed = torch.distributed
+    if not distributed.is_available() or distributed.is_initialized():
+        return lambda: None
+
+    def undo() -> None:
+        if distributed.is_initialized():
+            with suppress(Exception):  # of a backend that has failed
+                distributed.destroy_process_group()
+
+    return undo
+
+
+def _interop_threads(torch: Any) -> Callable[[], None]:
+    """torch takes their number once in a process, and refuses even the same one again: that is let through."""
+    original, patches = torch.set_num_interop_threads, Patches()
+
+    def setting(number: int) -> None:
+        if number != torch.get_num_interop_threads():
+            original(number)
+
+    patches.replace(torch, "set_num_interop_threads", setting)
+    return patches.undo
 
 
 def _determinism(torch: Any) -> tuple[bool, bool]:

@@ -12,21 +12,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
+from perfdoctor.doors.script_stop import ScriptStop, ScriptStopped
 from perfdoctor.doors.session import Session
 from perfdoctor.errors import INTERRUPTED, UsageError
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Capture
 from perfdoctor.report.progress import ProgressLine
 from perfdoctor.watch.plan import Plan
-
-
-class ScriptStopped(BaseException):
-    """Ends a script that has been watched for long enough. Not an Exception, so that `except Exception` lets it
-    through; `finally` blocks and atexit functions run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,21 +63,23 @@ def run_script(target: str, arguments: Sequence[str] = (), options: ScriptOption
     options = options or ScriptOptions()
     program = load_program(target, module=options.module)
     session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
-    session.recorder.finished = lambda: _enough(options)
+    stop = ScriptStop(throw_away=False)
+    session.recorder.finished = lambda: _enough(options, stop)
+    session.recorder.following = None if options.keep_going else lambda _: stop()  # it has caught what ends it
     if options.progress is not None:
         session.tell(options.progress)
     with as_main(program, arguments), options.around(session), session:
         session.recorder.batches.patch_loaders()
-        exit_code, stopped = execute_program(program)
+        exit_code, stopped = stop.run(partial(execute_program, program))
     num_steps = sum(row.complete for row in session.recorder.rows)
     return ScriptRun(capture=session.capture, exit_code=exit_code, stopped=stopped, num_steps=num_steps)
 
 
-def _enough(options: ScriptOptions) -> None:
+def _enough(options: ScriptOptions, stop: ScriptStop) -> None:
     if options.progress is not None:
         options.progress.close()
     if not options.keep_going:
-        raise ScriptStopped
+        stop()
 
 
 @contextmanager

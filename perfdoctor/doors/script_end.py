@@ -6,16 +6,17 @@ A script's exit functions, its threads and its pools may write; after the trial 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from perfdoctor.record.owners import PERFDOCTOR, PYTHON, TORCH, file_owner
 from perfdoctor.watch.patches import Patches
@@ -29,26 +30,58 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @contextmanager
-def ended_inside() -> Iterator[None]:
-    """At the end of the block: wait for the script's threads, then call its exit functions, the last one first."""
+def ended_inside(left: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """At the end of the block: wait for the script's threads, then call its exit functions, the last one first.
+
+    None of it after `os._exit`, be it the script's (`left()`) or that of an exit function, which ends nothing else.
+    """
     threads, children = set(threading.enumerate()), set(active_children())
     finalizers = set(_finalizers())
     calls: list[_Call] = []
     patches = Patches()
     patches.replace(atexit, "register", _noting(calls, atexit.register))
     patches.replace(atexit, "unregister", _forgetting(calls, atexit.unregister))
+    leave = _Leave(os._exit)
+    patches.replace(os, "_exit", leave)  # now: the script may keep it for its end, `atexit.register(os._exit, 0)`
     try:
         yield
     finally:
         try:
-            _await(threads, children)
-            while calls:
-                function, args, kwargs = calls.pop()
-                _call(function, args, kwargs)
-            for finalizer in [each for each in _finalizers() if each not in finalizers]:
-                _call(finalizer, (), {})
+            if not left():
+                leave.ending = True
+                with suppress(_Left):
+                    _end(threads, children, finalizers, calls)
         finally:
+            leave.ending = False
             patches.undo()
+
+
+class _Left(BaseException):
+    """An exit function has called `os._exit`: the script is over, this process is not."""
+
+
+class _Leave:
+    """`os._exit`, which ends the exit functions only while they run (`ending`), in this process's main thread."""
+
+    def __init__(self, leave: Callable[[int], NoReturn]) -> None:
+        self.ending = False
+        self._leave = leave
+        self._owner = os.getpid()
+
+    def __call__(self, status: int) -> NoReturn:
+        here = os.getpid() == self._owner and threading.current_thread() is threading.main_thread()
+        if self.ending and here:
+            raise _Left
+        self._leave(status)
+
+
+def _end(threads: set[threading.Thread], children: set[BaseProcess], finalizers: set[Any], calls: list[_Call]) -> None:
+    _await(threads, children)
+    while calls:
+        function, args, kwargs = calls.pop()
+        _call(function, args, kwargs)
+    for finalizer in [each for each in _finalizers() if each not in finalizers]:
+        _call(finalizer, (), {})
 
 
 def _noting(calls: list[_Call], register: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from perfdoctor.doors.process_settings import kept_settings
-from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script import as_main, execute_program, load_program
 from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.script_errors import caught_errors
+from perfdoctor.doors.script_stop import ScriptStop
 from perfdoctor.doors.session import Session
 from perfdoctor.doors.trial import LiveTrial, failure_text, files_of, refuse_ranks
 from perfdoctor.errors import INTERRUPTED, SessionError, TrialRefused
@@ -26,7 +29,6 @@ from perfdoctor.trial.sandbox import Sandbox
 from perfdoctor.trial.suspects import MOST_SUSPECTS
 from perfdoctor.watch.plan import Plan
 
-_PATIENCE = 3  # times that a script may catch its end in silence
 _MOST_RUNS = 4  # of a script that dies of what is tried on it
 
 
@@ -95,20 +97,21 @@ def _run_once(target: str, arguments: Sequence[str], options: TrialOptions, brok
     session = Session(Plan(warmup=options.warmup, active=options.active), hits=options.hits, profiled=options.profiled)
     if options.progress is not None:
         session.tell(options.progress)
-    live = LiveTrial(
-        session, options.limits, suspects=options.suspects, ended=_Stop(session), restored=False, broken=broken
-    )
+    stop = ScriptStop(throw_away=True)
+    ended = _Ended(session, stop)
+    live = LiveTrial(session, options.limits, suspects=options.suspects, ended=ended, restored=False, broken=broken)
+    ended.check_each_step()
     box = Sandbox()
     with ExitStack() as stack:
         stack.enter_context(kept_settings())
         stack.enter_context(box)
         stack.enter_context(as_main(program, arguments))
-        stack.enter_context(ended_inside())
+        stack.enter_context(ended_inside(lambda: stop.status is not None))
         errors = stack.enter_context(caught_errors())
         stack.enter_context(session)
         stack.callback(live.close)
         session.recorder.batches.patch_loaders()
-        exit_code, stopped = execute_program(program)
+        exit_code, stopped = stop.run(partial(execute_program, program))
         spent_s = live.spent_s
         if exit_code not in (0, INTERRUPTED):
             live.fail(failure_text(errors[0] if errors else None, exit_code))
@@ -136,22 +139,25 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class _Stop:
+class _Ended:
     """Ends the script; again at each later step, where it catches what ends it (a bare `except:`)."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, stop: ScriptStop) -> None:
         self._recorder = session.recorder
-        self._times = 0
+        self._stop = stop
 
     def __call__(self) -> None:
-        self._times += 1
-        self._recorder.following = lambda _: self()
+        self._recorder.following = lambda _: self._stop()
         self._recorder.steps.idle = False
-        if self._times == _PATIENCE:
-            print(
-                "perfdoctor: the trial is over, but the script catches what ends it (a bare `except:` around its loop, "
-                "say): the report comes when it ends by itself. Let such a line catch `Exception`",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise ScriptStopped
+        self._stop()
+
+    def check_each_step(self) -> None:
+        """Of the trial: a script that has caught a KeyboardInterrupt ends there."""
+        following = self._recorder.following
+
+        def checked(stamp: Any) -> None:
+            self._stop.check()
+            if following is not None:
+                following(stamp)
+
+        self._recorder.following = checked

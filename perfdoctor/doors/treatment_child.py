@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +30,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script import as_main, execute_program, load_program
 from perfdoctor.doors.script_errors import caught_errors
+from perfdoctor.doors.script_stop import ScriptStop
 from perfdoctor.doors.trial import files_of
 from perfdoctor.emulate import emulate_cuda
 from perfdoctor.treat.kept_lines import merged
@@ -129,6 +131,7 @@ class TreatedProcess:
         self._losses: dict[bool, list[float]] = {True: [], False: []}  # by whether dropout was off
         self._peak: int | None = None
         self._failure = ""
+        self._stop = ScriptStop(throw_away=True)
         self._num_steps = 0
         self._first_call: Any = None
         self._steps = self._all()
@@ -150,7 +153,7 @@ class TreatedProcess:
             stack.callback(steps.remove)
             steps.install()
             _seed()
-            exit_code, stopped = execute_program(program)
+            exit_code, stopped = self._stop.run(partial(execute_program, program))
             if not stopped and not self._failure:
                 self._failure = _ended(errors, exit_code, self._num_steps)
             errors.clear()
@@ -182,10 +185,10 @@ class TreatedProcess:
         try:
             self._left = self._steps.send(stamp)
         except StopIteration:
-            raise ScriptStopped from None
+            self._stop()
         except Exception as error:  # of applying a treatment, or of reading the losses
             self._failure = failed("", error).reason
-            raise ScriptStopped from None
+            self._stop()
 
     def _all(self) -> Steps:
         """Each `yield n` lets n steps run and gets the stamp at their end."""

@@ -8,19 +8,22 @@ be judged in one process is judged in several, the script run from its start in 
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from perfdoctor.diagnose import diagnose
 from perfdoctor.diagnose.finding import Diagnosis
 from perfdoctor.doors.process_settings import kept_settings
-from perfdoctor.doors.script import ScriptStopped, as_main, execute_program, load_program
+from perfdoctor.doors.script import as_main, execute_program, load_program
 from perfdoctor.doors.script_end import ended_inside
 from perfdoctor.doors.script_errors import caught_errors
+from perfdoctor.doors.script_stop import ScriptStop
 from perfdoctor.doors.script_trial import free_memory
 from perfdoctor.doors.session import Session
 from perfdoctor.doors.treatment_processes import TreatmentProcesses
@@ -109,16 +112,19 @@ class _Search:
         self._diagnosis: Diagnosis | None = None
         self._failure, self._exit_code = "", 0  # of the script, with no treatment on
         self._why_left = "the script ended first; let it run longer"
+        self._barred = False  # from a second run in this process
         self._environment = dict(os.environ)  # of now: the script and torch's compiler add to it as they run
 
     def try_live(self) -> None:
         """Run the script, again where it dies of a treatment, until each treatment is judged or deferred."""
-        for _ in range(_MOST_RUNS):
+        for number in range(_MOST_RUNS):
             seconds = max(self._until - time.perf_counter(), 1.0)
             options = replace(self._options, limits=replace(self._options.limits, seconds=seconds))
-            run = _Run(options, self._left, self._verdicts, self._diagnosis)
+            run = _Run(options, self._left, self._verdicts, self._diagnosis, again=number > 0)
             run.execute(self._target, self._arguments)
-            if run.failure:
+            if run.barred:
+                self._bar(run.failure)
+            elif run.failure:
                 self._failure, self._exit_code = run.failure, run.exit_code
             interrupted = run.interrupted
             found, deferred, self._diagnosis = run.verdicts, run.deferred, run.diagnosis
@@ -141,6 +147,10 @@ class _Search:
                 f"{self._target} {how} before a treatment was tried: some {watched} steps are watched "
                 "(--warmup, --active), and each treatment takes some hundred; let it run longer"
             )
+
+    def _bar(self, failure: str) -> None:
+        self._why_left = f"the script could not be run a second time in one process ({failure})"
+        self._barred = True
 
     def interrupt(self) -> None:
         """Ctrl-C was pressed: nothing more is tried. Raises KeyboardInterrupt where nothing was judged."""
@@ -198,6 +208,8 @@ class _Search:
         """What came of all."""
         assert self._diagnosis is not None
         why = f"the script failed first ({self._failure})" if self._failure else self._why_left
+        if self._barred and self._left:
+            self._notes.append(f"to try those left in a run of their own: {self._command()}")
         verdicts = self._verdicts + [untried(each.name, why) for each in self._left]
         found_at = replace(self._diagnosis, source=self._target)
         return TreatedScript(
@@ -206,6 +218,12 @@ class _Search:
             notes=tuple(dict.fromkeys(self._notes)),
             exit_code=self._exit_code,
         )
+
+    def _command(self) -> str:
+        words = ["perfdoctor", "trial", f"--treat={','.join(each.name for each in self._left)}"]
+        words += ["--device", "emulated"] if self._options.hits is not None else []
+        words += ["-m"] if self._options.module else []
+        return shlex.join([*words, self._target, *self._arguments])
 
 
 def _told(num_processes: int) -> list[str]:
@@ -226,8 +244,12 @@ class _Run:
         treatments: Sequence[Treatment],
         earlier: Sequence[Verdict],
         diagnosis: Diagnosis | None,
+        *,
+        again: bool = False,
     ) -> None:
+        """`again`: the script has run in this process before."""
         self.diagnosis = diagnosis
+        self._again = again
         self.failure = ""  # what the script died of with no treatment on
         self.exit_code = 0  # its own then
         self.interrupted = False  # by Ctrl-C: no fault of a treatment
@@ -237,6 +259,7 @@ class _Run:
         self._live = LiveLoop()
         self._trial: TreatmentsTrial | None = None
         self._problem: Exception | None = None
+        self._stop = ScriptStop(throw_away=True)
         self._box = Sandbox()
 
     @property
@@ -251,22 +274,30 @@ class _Run:
     def notes(self) -> list[str]:
         return files_of(self._box)
 
+    @property
+    def barred(self) -> bool:
+        """Whether the script, which has run once, failed before it came to anything: it cannot be run twice here."""
+        return bool(self.failure) and self._is_barred()
+
+    def _is_barred(self) -> bool:
+        active = self._trial is not None and self._trial.active
+        return self._again and not (active or self.verdicts or self.deferred or self._stop.interrupted)
+
     def execute(self, target: str, arguments: Sequence[str]) -> None:
         """Run the script until every treatment is judged, or to its end; everything is as before then."""
         program = load_program(target, module=self._options.module)
-        # The end of the time may come when the script has just ended: then there is nothing to stop any more.
-        with suppress(ScriptStopped), ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(kept_settings())
             stack.enter_context(self._box)
             stack.enter_context(as_main(program, arguments))
-            stack.enter_context(ended_inside())
-            errors = stack.enter_context(caught_errors())
+            stack.enter_context(ended_inside(lambda: self._stop.status is not None))
+            errors = stack.enter_context(caught_errors(self._is_barred))
             stack.callback(self._live.remove)
             self._live.prepare()
             warnings.filterwarnings("ignore", _OUR_HOOKS, UserWarning)
             self._detect(stack)
             stack.callback(self._close)
-            exit_code, _ = execute_program(program)
+            exit_code, _ = self._stop.run(partial(execute_program, program))
             if errors or exit_code:
                 self._fail(errors[0] if errors else None, exit_code)
             errors.clear()
@@ -275,7 +306,7 @@ class _Run:
 
     def _fail(self, error: BaseException | None, exit_code: int) -> None:
         """The script died: of a treatment where one was on, else of its own."""
-        self.interrupted = isinstance(error, KeyboardInterrupt)
+        self.interrupted = self._stop.interrupted or isinstance(error, KeyboardInterrupt)
         blamed = self._trial is not None and bool(self._trial.active) and not self.interrupted
         if self._trial is not None and not self.interrupted:  # else `_close` takes all back
             self._trial.fail(error or RuntimeError(f"the script ended with exit code {exit_code}"))
@@ -309,7 +340,7 @@ class _Run:
             self._begin()
         except Exception as error:  # raised by execute(), once the script is stopped
             self._problem = error
-            _stop()
+            self._stop()
 
     def _begin(self) -> None:
         assert self.diagnosis is not None
@@ -324,17 +355,20 @@ class _Run:
             earlier=earlier,
             left_out={} if self._options.names else _ONLY_BY_NAME,
             num_judged=len(self._earlier),
-            ended=_stop,
+            ended=self._stop,
             elsewhere=kept_state,
         )
 
     def _step(self, stamp: Any) -> None:
+        self._stop.check()
+        if self._problem is not None:
+            self._stop()
         if self._trial is not None:
             try:
                 self._trial.step_ended(stamp)
             except Exception as error:  # ours, not the script's
                 self._problem = error
-                _stop()
+                self._stop()
             if self._options.progress is not None:
                 self._options.progress.show(self._trial.how_far)
 
@@ -355,7 +389,3 @@ def _ordered(treatments: Sequence[Treatment], diagnosis: Diagnosis) -> list[Trea
         return index, each.name in OF_THE_LOADER, each.name.startswith("compile")
 
     return sorted(treatments, key=place)
-
-
-def _stop() -> None:
-    raise ScriptStopped

@@ -6,6 +6,7 @@ A step may take as long as a compiler does: nothing at the end of a step would b
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,7 +69,8 @@ class Deadline:
             wait_s *= 2  # few: each of them interrupts a system call
 
     def _rung(self, _: int, frame: FrameType | None) -> None:
-        if self._quiet is not None and self.past and not (_is_delicate(frame) or capturing()):
+        delicate = _is_delicate(frame) or ("torch" in sys.modules and capturing())
+        if self._quiet is not None and self.past and not delicate:
             self._quiet.set()
             self._over()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import builtins
 import gc
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -106,3 +108,39 @@ def test_an_alarm_of_ours_rings_when_it_would_have_and_one_of_the_scripts_never(
         signal.setitimer(signal.ITIMER_REAL, *test_runners)
     assert interval == 0
     assert (900 < left < 1000) if on_before else left == 0
+
+
+ONCE = """
+import multiprocessing, torch
+import torch.distributed as dist
+multiprocessing.set_start_method("spawn")
+torch.set_num_interop_threads(torch.get_num_interop_threads())
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+"""
+
+
+def test_what_can_be_set_once_only_can_be_set_in_a_second_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "train.py").write_text(ONCE.format(port=port))
+    before = multiprocessing.get_start_method(allow_none=True), torch.set_num_interop_threads
+    for _ in range(2):
+        program = load_program(str(tmp_path / "train.py"), module=False)
+        with kept_settings(), as_main(program, ()):
+            multiprocessing.set_start_method(None, force=True)  # as in a new process
+            assert execute_program(program) == (0, False), capsys.readouterr().err
+        assert not torch.distributed.is_initialized()
+        assert (multiprocessing.get_start_method(allow_none=True), torch.set_num_interop_threads) == before
+
+
+def test_a_process_group_of_ours_stays(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with kept_settings():
+            pass
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -111,3 +112,15 @@ def test_a_script_that_fails_ends_as_well(folder: Path, capfd: pytest.CaptureFix
     box = _run(folder, WRITING + LATE["exit function"] + "\nraise RuntimeError('planned')")
     assert box.files == (str(folder / "late.txt"),)
     assert "RuntimeError: planned" in capfd.readouterr().err
+
+
+def test_an_exit_function_that_leaves_the_process_ends_the_script_only(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "import atexit, os\natexit.register(print, 'never')\natexit.register(os._exit, 3)\n"
+        "atexit.register(print, 'last')\n"
+    )
+    _run(folder, source)
+    assert capfd.readouterr().out.split() == ["last"]
+    assert os._exit.__module__ == "posix"
