@@ -10,8 +10,8 @@ from torch import Tensor
 
 from perfdoctor.errors import UsageError
 from perfdoctor.kernels import pointer_table
+from perfdoctor.kernels.extension import load_extension
 from perfdoctor.kernels.pointer_table import GradTable
-from perfdoctor.kernels.walker import load_extension
 
 
 @functools.cache

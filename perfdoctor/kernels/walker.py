@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from perfdoctor.kernels.extension import load_extension
 
 ELEMENT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 OF_PARAMETER = 256
@@ -27,7 +26,7 @@ _log = logging.getLogger("perfdoctor")
 
 @functools.cache
 def compiled_walker() -> Any | None:
-    """The extension module, compiled on first use (about 20 s, then kept by torch on disk); None without a compiler.
+    """The extension module, compiled on first use (about 20 s, then kept on disk); None without a compiler.
 
     `PERFDOCTOR_NO_COMPILER=1` keeps it from being compiled.
     """
@@ -40,18 +39,6 @@ def compiled_walker() -> Any | None:
         return None
     module.set_types(nn.Parameter, torch.Tensor)
     return module
-
-
-def load_extension(name: str, sources: Sequence[str], cuda_flags: Sequence[str] = ()) -> Any:
-    """Compiles source files of this folder with torch's extension loader."""
-    from torch.utils.cpp_extension import load
-
-    folder = Path(__file__).parent
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the loader warns about compilers and architectures that it guesses
-        return load(
-            name, [str(folder / source) for source in sources], extra_cflags=["-O2"], extra_cuda_cflags=list(cuda_flags)
-        )
 
 
 def is_parameter(item: Tensor) -> bool:
