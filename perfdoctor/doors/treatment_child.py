@@ -207,7 +207,7 @@ class TreatedProcess:
         if cuda_active():
             torch.cuda.reset_peak_memory_stats(loop.device)
         stamps = [first]
-        for _ in range(self._order.counted or _counted(step_ns, loader_period(loop.loader, step_ns))):
+        for _ in range(self._order.counted or _counted(step_ns, loader_period(self._live.loader_use(), step_ns))):
             stamps.append((yield 1))
         self._step_ns = [elapsed_ns(a, b) for a, b in pairwise(stamps)]
         if loop.device.type == "cuda" and cuda_active():

@@ -18,7 +18,7 @@ from torch.utils.data import dataloader
 
 from perfdoctor.treat.switches_precision import autocasts
 from perfdoctor.treat.treatment import Loop
-from perfdoctor.trial.loader_places import LoaderPlace, LoaderPlaces
+from perfdoctor.trial.loader_places import LoaderPlace, LoaderPlaces, LoaderUse
 from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
@@ -126,6 +126,13 @@ class LiveLoop:
             autocast=self._autocast,
         )
 
+    def loader_use(self) -> LoaderUse:
+        """Of the loader in `loop()`, so far."""
+        place = self._place()
+        if place is None:
+            return LoaderUse()
+        return LoaderUse(loader=place.loader, epoch=place.epoch, made_anew=place.made_anew)
+
     def _place(self) -> LoaderPlace | None:
         """The one that costs most; the first where none costs clearly more."""
         asked = [place for place in self._places.places if place.fetch_ns]
@@ -171,6 +178,7 @@ class LiveLoop:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._optimizers.setdefault(id(optimizer), optimizer)
+            self._places.num_steps += optimizer is next(iter(self._optimizers.values()))
             self._places.use()
 
     def _backward(self, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -32,6 +33,8 @@ class LoaderPlace:
         self.batches = batches
         self.where = where
         self.begun = 0
+        self.begun_at = self.epoch = 0  # steps before it was begun; from the beginning before to that one, 0: unknown
+        self.made_anew = False  # another loader has taken its place
         self.asked = False  # for a batch, since it was begun
         self.anew = False  # asked for the first
         self.unused: Any = None  # the batch given last, until something is trained
@@ -69,17 +72,31 @@ class LoaderPlace:
             return next(self.source)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderUse:
+    """How a loop goes through its loader (None: it is not known, or there is none).
+
+    `epoch`: steps from one beginning to the next, as seen: a loop may leave it by `break`; 0: unknown. `made_anew`:
+    each time it is another loader, whose workers start anew.
+    """
+
+    loader: Any = None
+    epoch: int = 0
+    made_anew: bool = False
+
+
 class LoaderPlaces:
     """All of them, in the order in which they were begun first.
 
     `settled`: what takes the place of a loader is begun by the loop, but it is the loader itself that is asked.
-    `nested`: what is begun and asked now is so by us, or by a loader.
+    `nested`: what is begun and asked now is so by us, or by a loader. `num_steps`: the loop has made.
     """
 
     def __init__(self, num_batches: int) -> None:
         self.places: list[LoaderPlace] = []
         self.settled = False
         self.nested = False
+        self.num_steps = 0
         self._num_batches = num_batches
         self._counted = itertools.count(1)
         self._of_loader: weakref.WeakKeyDictionary[Any, LoaderPlace] = weakref.WeakKeyDictionary()
@@ -147,6 +164,10 @@ class LoaderPlaces:
 
     def _note(self, iterator: Any, loader: Any, where: object) -> None:
         place = self._of_loader.get(loader) or self._predecessor(loader, where) or self._new(loader, where)
+        if place.begun:
+            place.epoch = self.num_steps - place.begun_at
+            place.made_anew = place.made_anew or place.loader is not loader
+        place.begun_at = self.num_steps
         if not self.settled:
             place.loader = loader
         place.begun, place.asked, place.rebuilt = next(self._counted), False, place.loader is not loader

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from perfdoctor.treat.cures import OF_THE_LOADER
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, LEAST_CLAIM, Estimate, claimed
+from perfdoctor.trial.loader_places import LoaderUse
 from perfdoctor.trial.schedule import counted_steps
 from perfdoctor.trial.treated_steps import EDGE, PARITY_STEPS, TreatedBlock
 from perfdoctor.trial.verdict import NOT_COMPARED, Verdict, too_long
@@ -45,7 +46,7 @@ class TreatmentTime:
     began: float
     seconds: float
     step_ns: float = 0.0
-    loader: Any = None
+    use: LoaderUse = field(default_factory=LoaderUse)
     now: Callable[[], float] = time.perf_counter
 
     @property
@@ -63,7 +64,7 @@ class TreatmentTime:
 
     def least_of(self, treatment: Treatment) -> float:
         """Seconds that it takes at least."""
-        return self.least(loader_period(self.loader, self.step_ns) if treatment.name in OF_THE_LOADER else 1)
+        return self.least(loader_period(self.use, self.step_ns) if treatment.name in OF_THE_LOADER else 1)
 
     def least(self, period: int = 1) -> float:
         """Seconds to compare losses and time the fewest rounds, blocks a multiple of `period`."""
@@ -129,15 +130,17 @@ def is_promising(saving: Estimate, step_ns: float) -> bool:
     return saving.mid_ns > _PROMISING * step_ns and not claimed(saving, step_ns).certain
 
 
-def loader_period(loader: Any, step_ns: float, *, workers: int = 0) -> int:
+def loader_period(use: LoaderUse, step_ns: float, *, workers: int = 0) -> int:
     """Steps after which a loader's costs come again: its workers' turns, and an epoch.
 
-    An epoch counts up to 200 steps where its workers start anew in each, else where it is short.
+    `workers`: of a treated one, which persist. An epoch counts up to 200 steps where workers start anew in each, else
+    where it is short.
     """
-    own = getattr(loader, "num_workers", 0)
+    own = getattr(use.loader, "num_workers", 0)
     turns = max(workers, own, 1)
-    both = math.lcm(turns, _epoch_of(loader))
-    respawns = own > 0 and not getattr(loader, "persistent_workers", False)
+    both = math.lcm(turns, use.epoch or _epoch_of(use.loader))
+    persist = not use.made_anew and (own == 0 or getattr(use.loader, "persistent_workers", False))
+    respawns = max(workers, own) > 0 and not persist
     most = _MOST_COUNTED if respawns else min(_MOST_COUNTED, _LONG_BLOCK_NS / max(step_ns, 1.0))
     return both if both <= most else turns
 

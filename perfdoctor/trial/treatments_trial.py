@@ -189,7 +189,8 @@ class TreatmentsTrial:
         first = yield OBSERVED_STEPS // 2
         last = yield OBSERVED_STEPS // 2
         loop = self._live.loop()
-        self._time.step_ns, self._time.loader = elapsed_ns(first, last) / (OBSERVED_STEPS // 2), loop.loader
+        self._time.step_ns = elapsed_ns(first, last) / (OBSERVED_STEPS // 2)
+        self._time.use = self._live.loader_use()
         self._live.stop_looking()
         self._live.held = True
         self._treated = TreatedSteps(self._live, loop, LoopState.take(loop, self._live.leaves()))
@@ -299,7 +300,7 @@ class TreatmentsTrial:
     def _measure(self, treated: TreatedSteps, treatments: tuple[Treatment, ...], edge: int, replayed: bool) -> Steps:
         # Workers that have just been started fill their queue first.
         edge = edge if replayed else edge + treated.queue
-        period = 1 if replayed else loader_period(treated.loop.loader, self._time.step_ns, workers=treated.workers)
+        period = 1 if replayed else loader_period(self._live.loader_use(), self._time.step_ns, workers=treated.workers)
         block = TreatedBlock(edge=edge, counted=counted_steps(self._time.step_ns, multiple=period), replayed=replayed)
         needed, left = self._time.seconds_of(block), self._time.remaining()
         if needed > left:

@@ -10,6 +10,7 @@ import torch
 from numbered_batches import cycled, first_of, hold, number_loader
 
 from perfdoctor.trial.live_loop import NUM_BATCHES, LiveLoop
+from perfdoctor.trial.loader_places import LoaderUse
 
 
 def _treat(loader: Any) -> None:
@@ -121,3 +122,25 @@ def test_a_loader_first_asked_while_held_replays_its_own(live: LiveLoop) -> None
         live.restart(replayed=True)
         assert [first_of(next(late)) for _ in range(12)] == [1000 + 2 * (i % NUM_BATCHES) for i in range(12)]
         assert first_of(next(usual)) == 0
+
+
+@pytest.mark.parametrize("made_anew", [True, False])
+def test_how_long_an_epoch_lasts_and_whether_its_loader_is_another(live: LiveLoop, made_anew: bool) -> None:
+    loader = number_loader()
+    weight = torch.nn.Parameter(torch.ones(2))
+    generator, critic = torch.optim.SGD([weight], 0.1), torch.optim.SGD([weight], 0.1)
+    for _ in range(2):
+        assert live.loader_use().epoch == 0  # not known yet
+        for number, x in enumerate(number_loader() if made_anew else loader):
+            if number == 2:
+                break  # of three batches
+            (x * weight).sum().backward()
+            generator.step()
+            critic.step()  # no step of its own
+    use = live.loader_use()
+    assert (use.epoch, use.made_anew) == (2, made_anew)
+    assert use.loader is live.loop().loader
+
+
+def test_of_no_loader_nothing_is_known(live: LiveLoop) -> None:
+    assert live.loader_use() == LoaderUse()

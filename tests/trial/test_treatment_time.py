@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from perfdoctor.treat.switches import treatment
 from perfdoctor.trial.estimate import Estimate
+from perfdoctor.trial.loader_places import LoaderUse
 from perfdoctor.trial.treatment_time import Patience, TreatmentLimits, TreatmentTime, is_promising, loader_period
 
 MS = 1e6
@@ -41,13 +42,27 @@ def _left(clock: Clock, seconds: float, **settings: Any) -> TreatmentTime:
 def test_a_period_of_the_loader(workers: int, persistent: bool, epoch: int, step_ms: float, period: int) -> None:
     data = TensorDataset(torch.zeros(4 * epoch, 1))
     loader = DataLoader(data, batch_size=4, num_workers=workers, persistent_workers=persistent)
-    assert loader_period(loader, step_ms * MS) == period
+    assert loader_period(LoaderUse(loader=loader), step_ms * MS) == period
 
 
 def test_a_period_of_what_is_no_dataloader_and_of_workers_to_come() -> None:
-    assert loader_period(None, 45 * MS) == 1
-    assert loader_period(SimpleNamespace(num_workers=4), 45 * MS) == 4
-    assert loader_period(None, 45 * MS, workers=8) == 8
+    assert loader_period(LoaderUse(), 45 * MS) == 1
+    assert loader_period(LoaderUse(loader=SimpleNamespace(num_workers=4)), 45 * MS) == 4
+    assert loader_period(LoaderUse(), 45 * MS, workers=8) == 8
+
+
+@pytest.mark.parametrize(
+    ("workers", "made_anew", "period"),
+    [
+        (0, False, 20),  # 0.9 s
+        (8, False, 8),  # 40 steps, 1.8 s: its workers persist
+        (8, True, 40),  # they start anew in every epoch
+    ],
+)
+def test_an_epoch_counts_as_the_loop_leaves_it(workers: int, made_anew: bool, period: int) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(1024, 1)), batch_size=4)  # it would have 256 batches
+    use = LoaderUse(loader=loader, epoch=20, made_anew=made_anew)
+    assert loader_period(use, 45 * MS, workers=workers) == period
 
 
 @pytest.mark.parametrize(
@@ -64,7 +79,7 @@ def test_a_period_of_what_is_no_dataloader_and_of_workers_to_come() -> None:
 )
 def test_shares(seconds: float, waiting: tuple[str, ...], share: float) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(256, 1)), batch_size=4)
-    left = _left(Clock(), seconds, loader=loader)
+    left = _left(Clock(), seconds, use=LoaderUse(loader=loader))
     patience = Patience(left, [treatment(name) for name in waiting], TreatmentLimits(each_seconds=90.0))
     assert patience.seconds == pytest.approx(share)
 
@@ -106,7 +121,7 @@ def test_what_goes_on_when_all_have_been_tried(saving: Estimate, promising: bool
 
 def test_the_first_one_ends_for_what_the_others_need_and_has_half_at_least() -> None:
     clock = Clock()
-    left = _left(clock, 25, loader=None)  # 20 s are to be given out; the others' blocks are of 1.92 s
+    left = _left(clock, 25)  # 20 s are to be given out; the others' blocks are of 1.92 s
     waiting = [treatment(name) for name in ("compile", "gc_frozen", "set_to_none")]
     assert left.last_moment(waiting) == pytest.approx(20 - 1.25 * 2 * 1.92)
     assert left.last_moment([waiting[0], *6 * waiting[1:]]) == pytest.approx(10)  # 12 * 1.92 s are more than half
