@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -69,7 +69,7 @@ class ScriptStop:
         try:
             with suppress(ScriptStopped):  # of a signal that comes when the script has just ended
                 self._install()
-                code, stopped = execute()
+                code, stopped = next(_apart(execute))
         finally:
             self._remove()
         if self.interrupted:
@@ -201,6 +201,15 @@ class _Line:
         if self._stop.armed and self._frame.f_trace is None:
             self._frame.f_trace = _Line(self._stop, self._frame)
             sys.settrace(_new_frame)
+
+
+def _apart(execute: Callable[[], tuple[int, bool]]) -> Iterator[tuple[int, bool]]:
+    """A generator has a stack of handled exceptions of its own, which goes with it.
+
+    A line of a `with` that raises after its `__exit__` has swallowed one leaves that one on the stack: to Python such
+    a line cannot raise. Outside, it would be the context of all that is raised later, and keep its frames.
+    """
+    yield execute()
 
 
 def _new_frame(frame: FrameType, event: str, arg: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -88,10 +90,15 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:'continue' in a 'finally' block:SyntaxWarning")  # from Python 3.14 on
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_script_is_ended_whatever_it_catches(tmp_path: Path, loop: str) -> None:
-    script = Script(tmp_path, LOOPS[loop])
+    script = Script(tmp_path, "class Kept:\n    pass\nkept = Kept()\n" + LOOPS[loop])
     before = sys.gettrace()
     assert script.run() == (0, True)
     assert script.num_steps <= 10
+    assert sys.exc_info() == (None, None, None)
+    kept = weakref.ref(script.main["kept"])
+    script.main.clear()
+    gc.collect()
+    assert kept() is None
     assert sys.gettrace() is before
     assert os._exit.__module__ == "posix"
 
@@ -276,7 +283,7 @@ def test_a_trial_ends_a_loop_that_catches_everything(tmp_path: Path, treat: tupl
 @pytest.mark.parametrize("treat", [_TREATED, ()])
 @pytest.mark.parametrize("end", ["os._exit({0})", "atexit.register(os._exit, {0})"])
 def test_the_page_comes_where_the_script_leaves_by_os_exit(tmp_path: Path, treat: tuple[str, ...], end: str) -> None:
-    done = _trial(tmp_path, ENDING.format(steps=600, end=end.format(0)), *treat, "--seconds", "60")
+    done = _trial(tmp_path, ENDING.format(steps=60, end=end.format(0)), *treat, "--seconds", "60")
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout  # it came to its own end
     assert json.loads((tmp_path / "out.json").read_text())["verdicts" if treat else "findings"] is not None

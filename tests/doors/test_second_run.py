@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,13 @@ def test_that_it_cannot_be_run_twice_is_not_taken_for_its_failure(
 
 def test_a_start_method_is_no_hindrance(tmp_path: Path) -> None:
     once = "import multiprocessing\nmultiprocessing.set_start_method('fork')"
-    run = _try(tmp_path, once)
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)  # as in a new process
+    try:
+        run = _try(tmp_path, once)
+        assert multiprocessing.get_start_method(allow_none=True) is None
+    finally:
+        multiprocessing.set_start_method(before, force=True)
     by_name = {verdict.treatment: verdict for verdict in run.verdicts}
     assert by_name["fused_optimizer"].reason.startswith("failed: out of memory")
     assert "set_to_none" in by_name
