@@ -34,7 +34,8 @@ from perfdoctor.report.json import site_document
 from perfdoctor.report.lines import Line, command_lines, plain, wrapped
 from perfdoctor.report.text import WIDTH
 from perfdoctor.treat.cures import treatments_for
-from perfdoctor.trial.verdict import Parity, SpeedUp, Verdict
+from perfdoctor.trial.parity import Parity
+from perfdoctor.trial.verdict import SpeedUp, Verdict
 from perfdoctor.units import (
     format_bytes,
     format_ms,

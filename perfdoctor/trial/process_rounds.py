@@ -16,23 +16,18 @@ import numpy as np
 
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, claimed, estimate, paired, steady_means
-from perfdoctor.trial.process_run import ProcessRun
-from perfdoctor.trial.verdict import (
+from perfdoctor.trial.parity import (
     MOST_BASES,
     NOT_COMPARED,
-    SPENT,
     Allowed,
     Parity,
-    Side,
-    Verdict,
     is_doubtful,
-    joined_name,
+    is_open,
     judge_parity,
-    judged,
-    not_run,
-    unequal,
-    untried,
+    pooled,
 )
+from perfdoctor.trial.process_run import ProcessRun
+from perfdoctor.trial.verdict import SPENT, Side, Verdict, joined_name, judged, not_run, unequal, untried
 
 MOST_ROUNDS = 10
 
@@ -184,7 +179,13 @@ class ProcessRounds:
                 break
             self._alike.append(another)
             parity = self._parity(side, run)
-        return parity
+        runs = [parity]
+        while is_open(runs, self._first.losses):
+            again = self._run(side.names, dry=True)
+            if again is None or not again.step_ns:
+                break
+            runs.append(self._parity(side, again))
+        return pooled(runs)
 
     def _parity(self, side: Candidate, run: ProcessRun) -> Parity:
         """Without dropout where only the masks differ."""

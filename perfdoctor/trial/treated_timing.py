@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from perfdoctor.treat.kept_lines import merged
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, Estimate, claimed, estimate, paired, plain_means, steady_means
+from perfdoctor.trial.parity import Parity
 from perfdoctor.trial.treated_steps import Steps, TreatedBlock, TreatedSteps
-from perfdoctor.trial.verdict import Parity, Side, Verdict, joined_name, judged
+from perfdoctor.trial.verdict import Side, Verdict, joined_name, judged
 
 _Blocks = list[NDArray[np.float64]]  # ns of each counted step
 # Codes of what every step pays for alike. A loader's workers, a read or a collection strike some steps only.

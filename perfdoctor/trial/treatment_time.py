@@ -16,9 +16,10 @@ from perfdoctor.treat.cures import OF_THE_LOADER
 from perfdoctor.treat.treatment import Treatment
 from perfdoctor.trial.estimate import FEWEST_PAIRS, LEAST_CLAIM, Estimate, claimed
 from perfdoctor.trial.loader_places import LoaderUse
+from perfdoctor.trial.parity import NOT_COMPARED
 from perfdoctor.trial.schedule import counted_steps
 from perfdoctor.trial.treated_steps import EDGE, PARITY_STEPS, TreatedBlock
-from perfdoctor.trial.verdict import NOT_COMPARED, Verdict, too_long
+from perfdoctor.trial.verdict import Verdict, too_long
 
 MOST_ROUNDS = 16
 _MOST_COUNTED = 200

@@ -27,27 +27,21 @@ from perfdoctor.trial.deadline import Deadline
 from perfdoctor.trial.dropout import dropouts
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.loop_state import LoopState
+from perfdoctor.trial.parity import (
+    MOST_BASES,
+    NOT_COMPARED,
+    Allowed,
+    Parity,
+    is_doubtful,
+    is_open,
+    judge_parity,
+    pooled,
+)
 from perfdoctor.trial.schedule import counted_steps
 from perfdoctor.trial.treated_steps import Steps, TreatedBlock, TreatedSteps, settled_after
 from perfdoctor.trial.treated_timing import TreatedTiming
 from perfdoctor.trial.treatment_time import Patience, TreatmentLimits, TreatmentTime, is_promising, loader_period
-from perfdoctor.trial.verdict import (
-    MOST_BASES,
-    NOT_COMPARED,
-    SPENT,
-    Allowed,
-    Parity,
-    Verdict,
-    cut_off,
-    failed,
-    is_doubtful,
-    joined_name,
-    judge_parity,
-    refused,
-    too_long,
-    unequal,
-    untried,
-)
+from perfdoctor.trial.verdict import SPENT, Verdict, cut_off, failed, joined_name, refused, too_long, unequal, untried
 from perfdoctor.units import format_plural
 from perfdoctor.watch.clocks import Stamp, elapsed_ns
 
@@ -290,7 +284,12 @@ class TreatmentsTrial:
         while is_doubtful(parity, bases[0]) and len(bases) < MOST_BASES:
             yield from self._run_as_it_is(treated, bases, replayed=replayed, dry=dry)
             parity = judge_parity(bases, losses, allowed)
-        return parity, replayed, stamps
+        runs = [parity]
+        while is_open(runs, bases[0]):
+            losses = []
+            yield from treated.compared(treatments, losses, replayed=replayed, dry=dry)
+            runs.append(judge_parity(bases, losses, allowed))
+        return pooled(runs), replayed, stamps
 
     def _run_as_it_is(self, treated: TreatedSteps, bases: list[list[float]], *, replayed: bool, dry: bool) -> Steps:
         losses: list[float] = []

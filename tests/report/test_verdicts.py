@@ -12,18 +12,8 @@ import pytest
 from perfdoctor.diagnose.finding import Diagnosis, StepTime
 from perfdoctor.report.verdicts import best_of, ranked, render_verdicts, render_verdicts_json, verdicts_schema
 from perfdoctor.trial.estimate import Estimate
-from perfdoctor.trial.verdict import (
-    NOT_COMPARED,
-    SPENT,
-    Allowed,
-    Parity,
-    SpeedUp,
-    Verdict,
-    failed,
-    judge_parity,
-    refused,
-    untried,
-)
+from perfdoctor.trial.parity import NOT_COMPARED, Allowed, Parity, judge_parity
+from perfdoctor.trial.verdict import SPENT, SpeedUp, Verdict, failed, refused, untried
 
 MS = 1_000_000
 SAME = Parity(kept=True, text="losses equal bit for bit", difference=0.0, repeat=0.0, num_losses=8)

@@ -13,9 +13,10 @@ from perfdoctor.treat.switches import treatment
 from perfdoctor.treat.treatment import Loop
 from perfdoctor.trial.estimate import Estimate
 from perfdoctor.trial.live_obstacles import kept_state, undecided
+from perfdoctor.trial.parity import Parity
 from perfdoctor.trial.process_rounds import MOST_ROUNDS, Candidate, ProcessRounds
 from perfdoctor.trial.process_run import ProcessOrder, ProcessRun
-from perfdoctor.trial.verdict import Parity, Verdict, failed
+from perfdoctor.trial.verdict import Verdict, failed
 
 MS = 1_000_000
 LOSSES = tuple(1.0 / step for step in range(1, 9))
@@ -145,20 +146,32 @@ def test_losses_come_first() -> None:
     assert right.accepted
 
 
-@pytest.mark.parametrize(("when", "kept"), [(4, True), (99, False)])
-def test_a_script_that_repeats_itself_only_by_chance_is_run_as_it_is_more_often(when: int, kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("shaken", "kept", "then"),
+    [
+        # The first, A and B of the first round; then as it is until it differs as much, or five have been the same.
+        ((2, 3), True, [FROZEN, ()]),
+        # Then treated until it has been the same twice, or another in four.
+        ((2,), True, [(), (), FROZEN, FROZEN]),
+        ((2, 7, 8), True, [(), (), FROZEN, FROZEN, FROZEN, FROZEN]),
+        ((2, 6, 7, 8), False, [(), (), FROZEN, FROZEN, FROZEN]),
+        ((2, 6, 7, 9), False, [(), (), FROZEN, FROZEN, FROZEN, FROZEN]),
+    ],
+)
+def test_what_differs_by_chance_is_run_more_often(
+    shaken: tuple[int, ...], kept: bool, then: list[tuple[str, ...]]
+) -> None:
     machine = Machine({(): 10.0, FROZEN: 8.0})
 
     def shaky(names: tuple[str, ...], run: ProcessRun) -> ProcessRun:
-        differs = bool(names) or len(machine.asked) == when
+        differs = len(machine.asked) - 1 in shaken
         return replace(run, losses=tuple(loss * (1 + 1e-5 * differs) for loss in LOSSES))
 
     machine.change = shaky
     (verdict,) = machine.rounds(100).judge([_candidate(*FROZEN)])
-    # The first, A and B of the first round; then as it is until it differs as much, or five have been the same.
     assert machine.asked[:4] == [(), (), FROZEN, ()]
+    assert machine.asked[4 : 4 + len(then)] == then
     assert verdict.parity.kept is kept
-    assert machine.asked[4:6] == ([FROZEN, ()] if kept else [(), ()])
 
 
 def test_other_masks_are_no_other_numbers() -> None:

@@ -11,9 +11,10 @@ import torch
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.loop_state import LoopState
+from perfdoctor.trial.parity import Parity
 from perfdoctor.trial.treated_steps import TreatedBlock, TreatedSteps
 from perfdoctor.trial.treated_timing import TreatedTiming
-from perfdoctor.trial.verdict import Parity, Verdict
+from perfdoctor.trial.verdict import Verdict
 from perfdoctor.watch.clocks import Stamp
 
 MS = 1_000_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from perfdoctor.treat.treatment import Loop, Numerics, Treatment
 from perfdoctor.trial.live_loop import LiveLoop
 from perfdoctor.trial.treatment_time import TreatmentLimits
 from perfdoctor.trial.treatments_trial import TreatmentsTrial
-from perfdoctor.trial.verdict import Allowed, is_doubtful, judge_parity
 from perfdoctor.watch.patches import Patches
 
 PAUSE_S = 0.025  # far over what a busy machine takes from a step
@@ -358,98 +356,3 @@ def test_compilation_is_tried_and_undone() -> None:
     assert model._compiled_call_impl is None
     assert "compared without dropout" in verdict.parity.text  # compiled code draws other masks
     assert [each.p for each in model.modules() if isinstance(each, torch.nn.Dropout)] == [0.5]
-
-
-@pytest.mark.parametrize(
-    ("bases", "treated", "rtol", "kept"),
-    [
-        ([[1.0, 2.0], [1.0, 2.0]], [1.0, 2.0], 0.0, True),
-        ([[1.0, 2.0], [1.0, 2.0]], [1.0, 2.001], 0.0, False),
-        ([[1.0, 2.0], [1.0, 2.0]], [1.0, 2.001], 1e-3, True),
-        # Within twice what the loop differs from itself by.
-        ([[1.0, 2.0], [1.0, 2.001]], [1.0, 2.0015], 0.0, True),
-        ([[1.0, 2.0], [1.0, 2.0], [1.0, 2.001]], [1.0, 2.0015], 0.0, True),
-        ([[1.0, 2.0], [1.0, 2.001], [1.0, 1.9995]], [1.0, 2.0035], 0.0, False),  # 0.0015 apart, twice that allowed
-        ([[1.0, 2.0], [1.0, 2.001], [1.0, 1.9995]], [1.0, 2.0025], 0.0, True),
-        ([[1.0], [1.0]], [math.nan], 1.0, False),
-        ([[1.0, math.nan], [1.0, math.nan]], [1.0, math.nan], 0.0, True),
-        ([[1.0, math.nan], [1.0, math.nan]], [math.nan, 1.0], 1.0, False),
-        ([[math.nan], [math.nan]], [math.nan], 0.0, None),  # equal to everything
-        ([[1.0], [1.0]], [1.0, 2.0], 0.0, None),
-        ([[1.0], [1.0, 2.0]], [1.0], 0.0, None),
-        ([[], []], [], 0.0, None),
-        # Other batches each time: nothing can be said. Of ten classes they differ by 2 %, far below a wrong model.
-        ([[2.30, 2.31], [2.30, 2.35]], [2.30, 2.37], 1e-4, None),
-        ([[2.30, 2.31], [2.30, 2.35]], [2.30, 2.37], 0.05, True),  # but within what is allowed anyway
-    ],
-)
-def test_parity(bases: list[list[float]], treated: list[float], rtol: float, kept: bool | None) -> None:
-    assert judge_parity(bases, treated, Allowed(rtol=rtol)).kept is kept
-
-
-def test_parity_text_of_a_bitwise_claim() -> None:
-    unequal = judge_parity([[1.0, 2.0], [1.0, 2.0]], [1.0, 2.5], Allowed())
-    assert (unequal.kept, unequal.text) == (False, "losses not equal bit for bit: largest difference 0.5")
-    # Its own runs differ by 2**-20: twice that is allowed.
-    noisy = judge_parity([[1.0, 2.0], [1.0, 2.0 + 2**-20]], [1.0, 2.0 + 2**-19], Allowed())
-    assert noisy.kept
-    assert noisy.text.startswith("losses differ as those of the loop itself do: largest difference 1.91e-06")
-
-
-def test_parity_text_of_a_tolerance() -> None:
-    bases = [[1.0, 2.0], [1.0, 2.001]]
-    assert judge_parity(bases, [1.0, 2.0002], Allowed(rtol=1e-4, why="sums")).text == (
-        "losses within rtol 0.0001 (sums): largest difference 0.0002; the loop differs from itself by 0.001"
-    )
-    beyond = judge_parity(bases, [1.0, 2.0015], Allowed(rtol=1e-4, why="sums"))
-    assert beyond.kept
-    assert beyond.text.startswith("losses differ as those of the loop itself do")  # not within 0.0002
-
-
-def test_other_draws_excuse_other_losses_and_nothing_else() -> None:
-    bases, drawn = [[1.0, 2.0], [1.0, 2.0]], Allowed(other_draws="workers draw others")
-    other = judge_parity(bases, [1.1, 2.0], drawn)
-    assert (other.kept, other.text) == (None, "losses differ by 0.1: workers draw others")
-    assert other.excuse
-    same = judge_parity(bases, [1.0, 2.0], drawn)
-    assert (same.kept, same.excuse) == (True, "")
-
-
-@pytest.mark.parametrize(
-    ("treated", "doubtful"),
-    [([1.0, 2.0], False), ([1.0, 2.001], True), ([1.0, 2.0039], True), ([1.0, 2.005], False), ([1.0, math.nan], False)],
-)
-def test_a_large_difference_is_never_the_loop_s_own(treated: list[float], doubtful: bool) -> None:
-    base = [1.0, 2.0]  # a loop that differs from itself by over 0.002 is not compared; twice that is allowed at most
-    assert is_doubtful(judge_parity([base, base], treated, Allowed()), base) is doubtful
-
-
-def _shaky(steps: int, shaken: Callable[[int], bool]) -> Callable[[], None]:
-    """A script whose losses are another in some of its steps, as those of kernels that add in no fixed order."""
-
-    def train() -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        for step in range(steps):
-            loss = model(torch.ones(2, 4)).square().mean() + 1.0
-            (loss * (1 + 2.0**-20 if shaken(step) else 1)).backward()
-            optimizer.step()
-
-    return train
-
-
-def test_a_loop_that_repeats_itself_only_by_chance_is_run_as_it_is_more_often() -> None:
-    # Ten steps are looked at; eight are treated, two times eight are not, and differ from those; then eight that agree.
-    trial = _run(_treatment("unpaused", _unpaused), train=_shaky(10**6, lambda step: 10 <= step < 18 or step >= 34))
-    (verdict,) = trial.verdicts
-    assert verdict.parity.kept, verdict.parity.text
-    assert verdict.parity.text.startswith("losses differ as those of the loop itself do")
-    assert verdict.parity.repeat == verdict.parity.difference > 0
-
-
-def test_a_loop_that_repeats_itself_holds_the_treatment_to_its_bits() -> None:
-    trial = _run(_treatment("unpaused", _unpaused), train=_shaky(10**6, lambda step: 10 <= step < 18))
-    (verdict,) = trial.verdicts
-    assert verdict.parity.kept is False
-    assert verdict.parity.repeat == 0
