@@ -42,8 +42,7 @@ class TreatmentProcesses:
         self._folder = tempfile.mkdtemp(prefix="perfdoctor-processes-")
         self._guard.enter_context(cleaned_at_sudden_end(self._clean))
         try:
-            self._server = self._start_server()  # now: its imports are not part of what a process takes
-            self._answer()
+            self._begin()  # now: its imports are not part of what a process takes
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -82,8 +81,9 @@ class TreatmentProcesses:
         answer = None
         try:
             if self._server is None:
-                self._server = self._start_server()
-                self._answer()
+                said = self._begin()
+                if self._server is None:
+                    return said
             assert self._server.stdin is not None
             self._server.stdin.write(line + "\n")
             self._server.stdin.flush()
@@ -94,6 +94,14 @@ class TreatmentProcesses:
             if answer in (None, _SILENT):
                 self._end_server()
         return answer
+
+    def _begin(self) -> str | None:
+        """Start the server; what it says then. One that was not ready in time is ended: it would answer later."""
+        self._server = self._start_server()
+        said = self._answer()
+        if said in (None, _SILENT):
+            self._end_server()
+        return said
 
     def _answer(self) -> str | None:
         """The next line of the server; None where none comes in time."""

@@ -128,6 +128,18 @@ def test_a_process_that_hangs_is_ended_in_time_with_its_children(tried: Tried) -
     assert not any(b"1234.5" in command for command in commands)
 
 
+def test_a_server_that_was_not_ready_in_time_does_not_answer_the_first_order(tmp_path: Path) -> None:
+    """Its `ready` came later, and was taken for the end of the first process."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("LINE", "pass"))
+    order = ProcessOrder(target=str(tmp_path / "train.py"), arguments=("--lr=1",))
+    left = [0.0]  # spent when the server starts
+    with TreatmentProcesses(order, dict(os.environ), lambda: left.pop(0) if left else 60.0) as processes:
+        run = processes.run((), 20, False)
+    assert run is not None
+    assert run.failure == ""
+    assert len(run.step_ns) == 20
+
+
 def _readable(path: Path) -> bool:
     try:
         return bool(path.read_bytes())
