@@ -172,30 +172,41 @@ class ProcessRounds:
             return Parity(kept=None, text="the script as it is failed the second time")
         if not self._alike:
             self._alike = [self._first, self._base[0]]
-        parity = self._parity(side, run)
-        while is_doubtful(parity, self._first.losses) and len(self._alike) < MOST_BASES:
-            another = self._run((), dry=True)
-            if another is None or not another.step_ns:
-                break
-            self._alike.append(another)
-            parity = self._parity(side, run)
-        runs = [parity]
-        while is_open(runs, self._first.losses):
-            again = self._run(side.names, dry=True)
-            if again is None or not again.step_ns:
-                break
-            runs.append(self._parity(side, again))
-        return pooled(runs)
+        runs = [run]
+        parity = self._settled(side, runs, dry=False)
+        if parity.kept is False and run.dry_losses:
+            without = self._settled(side, runs, dry=True)
+            if without.kept:
+                return replace(without, text=f"{without.text} (compared without dropout, whose masks are others)")
+        return parity
 
-    def _parity(self, side: Candidate, run: ProcessRun) -> Parity:
-        """Without dropout where only the masks differ."""
+    def _settled(self, side: Candidate, runs: list[ProcessRun], *, dry: bool) -> Parity:
+        """Of treated runs, with more of both sides where a difference may come by chance. `dry`: without dropout.
+
+        Four more treated ones at most: fewer than the rounds that it would have been timed in.
+        """
+        found = self._parities(side, runs, dry=dry)
+        while is_doubtful(found[0], self._alike[0].losses) and len(self._alike) < MOST_BASES:
+            if not self._run_again((), self._alike):
+                break
+            found = self._parities(side, runs, dry=dry)
+        while is_open(found, self._alike[0].losses) and self._run_again(side.names, runs):
+            found = self._parities(side, runs, dry=dry)
+        return pooled(found)
+
+    def _parities(self, side: Candidate, runs: Sequence[ProcessRun], *, dry: bool) -> list[Parity]:
+        """Of each of `runs`, held against all untreated ones."""
         allowed = Allowed.of(side.treatments)
-        parity = judge_parity([each.losses for each in self._alike], run.losses, allowed)
-        if parity.kept is not False or not run.dry_losses:
-            return parity
-        dry = judge_parity([each.dry_losses for each in self._alike], run.dry_losses, allowed)
-        text = f"{dry.text} (compared without dropout, whose masks are others)"
-        return replace(dry, text=text) if dry.kept else parity
+        bases, treated = ([each.dry_losses if dry else each.losses for each in of] for of in (self._alike, runs))
+        return [judge_parity(bases, losses, allowed) for losses in treated]
+
+    def _run_again(self, names: tuple[str, ...], into: list[ProcessRun]) -> bool:
+        """For its losses. Whether it came to any."""
+        run = self._run(names, dry=True)
+        if run is None or not run.step_ns:
+            return False
+        into.append(run)
+        return True
 
     def _judged(self, side: Candidate) -> Verdict:
         pairs = [(a, b) for a, b in zip(self._base, side.runs, strict=False) if a and b and a.step_ns and b.step_ns]

@@ -289,6 +289,7 @@ class TreatmentsTrial:
             losses = []
             yield from treated.compared(treatments, losses, replayed=replayed, dry=dry)
             runs.append(judge_parity(bases, losses, allowed))
+            self._parity = pooled(runs)  # where the time ends meanwhile
         return pooled(runs), replayed, stamps
 
     def _run_as_it_is(self, treated: TreatedSteps, bases: list[list[float]], *, replayed: bool, dry: bool) -> Steps:

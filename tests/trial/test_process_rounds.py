@@ -187,6 +187,31 @@ def test_other_masks_are_no_other_numbers() -> None:
     assert "compared without dropout" in verdict.parity.text
 
 
+@pytest.mark.parametrize(
+    ("shaken", "kept", "num_treated", "shown"),
+    [
+        ((2,), True, 3, "in 1 of 3 runs with the treatment (compared without dropout, whose masks are others)"),
+        ((2, 6, 7, 8), False, 4, "losses not equal bit for bit: largest difference 0.2"),
+    ],
+)
+def test_what_other_masks_hide_may_differ_by_chance_too(
+    shaken: tuple[int, ...], kept: bool, num_treated: int, shown: str
+) -> None:
+    machine = Machine({(): 10.0, FROZEN: 8.0})
+
+    def masked(names: tuple[str, ...], run: ProcessRun) -> ProcessRun:
+        differs = len(machine.asked) - 1 in shaken
+        dry = tuple(loss * (1 + 1e-5 * differs) for loss in LOSSES)
+        return replace(run, losses=tuple(loss * 1.2 for loss in LOSSES) if names else LOSSES, dry_losses=dry)
+
+    machine.change = masked
+    (verdict,) = machine.rounds(100).judge([_candidate(*FROZEN)])
+    # The first, A and B of the first round, three more as it is; then treated ones.
+    assert machine.asked[: 5 + num_treated] == [(), (), FROZEN, (), (), (), *[FROZEN] * (num_treated - 1)]
+    assert verdict.parity.kept is kept
+    assert verdict.parity.text.endswith(shown)
+
+
 def test_processes_that_begin_otherwise_each_time_prove_nothing() -> None:
     machine = Machine({(): 10.0, FUSED: 8.0})
 
