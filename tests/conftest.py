@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Lightning's Trainer ignores Ctrl-C for good once it was interrupted: processes of later tests would, too."""
-    before = signal.getsignal(signal.SIGINT)
+    """What libraries set for good: Lightning's Trainer ignores Ctrl-C once it was interrupted, and processes of later
+    tests would, too; a process group of torch's puts its rank in front of each traceback."""
+    before, hook = signal.getsignal(signal.SIGINT), sys.excepthook
     try:
         return (yield)
     finally:
+        sys.excepthook = hook
         if signal.getsignal(signal.SIGINT) is not before:
             signal.signal(signal.SIGINT, before)
 

@@ -24,13 +24,15 @@ from perfdoctor.diagnose.hit_counts import REGULAR_SHARE
 from perfdoctor.diagnose.line_advice import advice_at
 from perfdoctor.doors.script import as_main, execute_program, load_program, output_aside
 from perfdoctor.doors.script_stop import ScriptStop
-from perfdoctor.emulate import EmulatedDevice, emulate_cuda
+from perfdoctor.emulate import emulate_cuda
 from perfdoctor.errors import INTERRUPTED, UsageError
+from perfdoctor.record import crossings
 from perfdoctor.record.call_site import HitLog
 from perfdoctor.record.capture import Note, Site
 from perfdoctor.record.sync_kinds import GARBAGE_COLLECTION, KINDS, UNSYNCHRONISED_READ, SyncKind
 from perfdoctor.units import format_plural
 from perfdoctor.watch.batches import detected
+from perfdoctor.watch.clocks import num_allocations
 from perfdoctor.watch.steps import BACKWARDS, HOOKS, StepDetector, now
 
 
@@ -104,7 +106,8 @@ def check_script(
     It is stopped at the end of step `max_steps` where that is given. Its standard output goes to standard error.
 
     Raises:
-        UsageError: there is no such script, it failed, it made fewer than two optimizer updates, or there is no GPU.
+        UsageError: there is no such script, it failed, it made fewer than two optimizer updates, its steps leave the
+            device alone, or there is no GPU.
     """
     linecache.checkcache()  # a file of the same name that was read before may have been another
     program = load_program(str(target), module=module)
@@ -113,16 +116,16 @@ def check_script(
 
     def ended(stamp: int) -> None:
         ends.append(stamp)
-        heal()
+        device.step_ended()
         if max_steps is not None and len(ends) > max_steps:
             stop()
 
     name = "the GPU" if on_gpu else "the emulated CUDA device"
     detector = StepDetector(now, ended, ends.clear)
-    with _hooked_gpu() if on_gpu else _emulated() as (device, heal), detected(detector):
+    with _hooked_gpu() if on_gpu else _emulated() as device, detected(detector):
         with output_aside(), as_main(program, arguments):
             exit_code, _ = stop.run(partial(execute_program, program))
-        log, notes = device.log, device.notes
+        log, notes, unused = device.log, device.notes, device.unused()
     if len(ends) < 2 and len(detector.passes) > 1:
         ends, detector.source = detector.passes, BACKWARDS
     if detector.source != HOOKS:
@@ -136,19 +139,43 @@ def check_script(
             f"{target}: {format_plural(len(ends), 'optimizer update')} seen; at least 2, or 2 backward passes, are "
             "needed to tell a step from set-up. Let the script run more steps."
         )
+    if unused:
+        raise UsageError(
+            f"{target}: its steps leave {name} alone: they run on the CPU, where nothing waits for a GPU, so there is "
+            "nothing to check. Move the model to the device, or give the script its own option for that"
+        )
     sites = count_sites(log, ends)
     return CheckReport(source=str(target), device=name, num_steps=len(ends) - 1, sites=sites, notes=tuple(notes))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checked:
+    """The device that a script is checked on. `unused`: whether the steps left it alone."""
+
+    log: HitLog
+    notes: list[Note]
+    step_ended: Callable[[], None]
+    unused: Callable[[], bool]
+
+
 @contextlib.contextmanager
-def _emulated() -> Iterator[tuple[EmulatedDevice, Callable[[], None]]]:
-    """The emulated device, and what to call after each step: nothing."""
+def _emulated() -> Iterator[_Checked]:
     with emulate_cuda() as device:
-        yield device, lambda: None
+        before: list[int] = []  # ops when the first step ended, set-up and all
+
+        def step_ended() -> None:
+            if not before:
+                before.append(crossings.num_ops)
+
+        begun = crossings.num_ops
+        yield _Checked(
+            log=device.log, notes=device.notes, step_ended=step_ended,
+            unused=lambda: crossings.num_ops == (before or [begun])[0],
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _hooked_gpu() -> Iterator[tuple[EmulatedDevice, Callable[[], None]]]:
+def _hooked_gpu() -> Iterator[_Checked]:
     """The live hooks on a real device, in the same form."""
     import torch
 
@@ -157,12 +184,22 @@ def _hooked_gpu() -> Iterator[tuple[EmulatedDevice, Callable[[], None]]]:
     if not torch.cuda.is_available():
         raise UsageError("there is no GPU here: check on the emulated CUDA device instead")
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    device = EmulatedDevice(HitLog())
-    hooks = CallSiteHooks(device.log)
+    log = HitLog()
+    hooks = CallSiteHooks(log)
+    before: list[int] = []  # allocations when the first step ended, set-up and all
+
+    def step_ended() -> None:
+        hooks.heal()
+        if not before:
+            before.append(num_allocations())
+
+    def unused() -> bool:  # a replayed graph allocates nothing, but holds memory
+        return not num_allocations("current") and num_allocations() == (before or [0])[0]
+
     try:
         hooks.catch_warnings()
         hooks.patch_calls()
-        yield device, hooks.heal
+        yield _Checked(log=log, notes=[], step_ended=step_ended, unused=unused)
     finally:
         hooks.remove()
 

@@ -28,6 +28,7 @@ _EMULATED = Note(
     code=EMULATED,
     text="the loop ran on an emulated CUDA device. Lines and counts are those of a GPU, times are those of the CPU.",
 )
+_LEFT_ALONE = Note(code=EMULATED, text="the CUDA device was an emulated one")
 
 _PHASES = {
     Stage.WARMUP: "warm-up",
@@ -96,7 +97,9 @@ def running() -> Session | None:
 def recording_of(recorder: Recorder) -> Capture:
     """What was recorded, with a note where the device was emulated. Waits for the device."""
     capture = assemble(recorder)
-    return replace(capture, notes=(_EMULATED, *capture.notes)) if recorder.emulated else capture
+    if not recorder.emulated:
+        return capture
+    return replace(capture, notes=(_EMULATED if recorder.used_emulated else _LEFT_ALONE, *capture.notes))
 
 
 class Session:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from perfdoctor.record.call_site import HitLog
 
 LOGS: list[HitLog] = []  # all of them get each crossing; empty while nobody listens
+num_ops = 0  # run on an emulated device in this process so far; the device counts up
 _num_open = 0
 
 

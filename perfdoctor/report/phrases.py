@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from perfdoctor.diagnose.finding import Accounting, Binding, Diagnosis, Finding, RankRow, Saving, Severity, StepTime
 from perfdoctor.diagnose.hit_counts import EMULATED
 from perfdoctor.record.capture import Environment, Frame, Note, Overhead
+from perfdoctor.record.note_codes import WITHOUT_CUDA
 from perfdoctor.record.sync_kinds import ALLOCATOR, BLOCKING_COPY, HOST_SYNC, PAGEABLE_COPY, UNSYNCHRONISED_READ
 from perfdoctor.report.fitting import NEED_A_FUNCTION, watches_itself
 from perfdoctor.units import (
@@ -120,6 +121,8 @@ def promise(diagnosis: Diagnosis) -> str:
         return f"{finding.code} alone would give back {saved} a step: {format_of_day(ratio)}."
     if diagnosis.findings:
         return "" if diagnosis.accounting is None else "What each finding costs could not be measured."
+    if any(note.code == WITHOUT_CUDA for note in diagnosis.notes):
+        return "The loop ran on the CPU: what waits for a GPU could not be seen, and nothing says that it is healthy."
     if diagnosis.step is None:
         return "No step could be timed, so nothing here says that the loop is healthy."
     if {row.check for row in diagnosis.skipped} & set(UNPRICED):

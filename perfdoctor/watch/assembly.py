@@ -31,7 +31,7 @@ from perfdoctor.record.capture import (
     Steps,
 )
 from perfdoctor.record.note_codes import WITHOUT_CUDA
-from perfdoctor.watch.clocks import cuda_active, durations
+from perfdoctor.watch.clocks import cuda_active, device_is_there, durations, num_allocations
 from perfdoctor.watch.overhead import measure_overhead
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Row, Stage
@@ -65,6 +65,7 @@ def assemble(recorder: Recorder) -> Capture:
             *_without_step_note(light),
             *recorder.notes,
             *_notes(recorder),
+            *_without_cuda(recorder, light, optimizers),
             *describe_optimizers(optimizers),
             *describe_settings(recorder.batches.loader, recorder.batches.prefetched),
             *times.notes,
@@ -249,6 +250,20 @@ def _rounded(count: float) -> str:
     return str(whole) if whole and abs(count / whole - 1) < 0.1 else f"{count:.2g}"
 
 
+def _without_cuda(recorder: Recorder, light: Capture, optimizers: Sequence[Any]) -> list[Note]:
+    """A note where the steps left the CUDA device alone, though a probe of the script's may have woken it."""
+    used = cuda_active() and (len(light.work) > 0 or num_allocations() > 0)
+    if recorder.used_emulated if recorder.emulated else used:
+        return []
+    text = "the loop does not use CUDA"
+    if recorder.emulated or device_is_there():
+        firsts = {type(each).__name__: each.param_groups[0]["params"][0] for each in optimizers}
+        on_cpu = [name for name, first in firsts.items() if first.device.type == "cpu"]
+        seen = f"; the parameters of {' and '.join(on_cpu)} are on the CPU" if on_cpu else ""
+        text += f", though a device is there{seen} (model.to('cuda'), or the script's own option)"
+    return [Note(code=WITHOUT_CUDA, text=f"{text}: host-side findings only, no device times")]
+
+
 def _notes(recorder: Recorder) -> list[Note]:
     notes = []
     done, planned = sum(row.complete for row in recorder.rows), recorder.plan.total(recorder.stages)
@@ -257,9 +272,6 @@ def _notes(recorder: Recorder) -> list[Note]:
         notes.append(Note(code="no-steps", text=text))
     elif recorder.rows[-1].stage not in (Stage.DONE, recorder.stages[-1]) or not recorder.rows[-1].complete:
         notes.append(Note(code="stopped-early", text=f"only {done} of {planned} planned steps were seen", count=done))
-    if not (cuda_active() or recorder.emulated):
-        text = "the loop does not use CUDA: host-side findings only, no device times"
-        notes.append(Note(code=WITHOUT_CUDA, text=text))
     if recorder.steps.source != HOOKS:
         notes.append(Note(code="step-source", text=f"steps were taken from {recorder.steps.source}"))
     updates = recorder.steps.updates_per_step()

@@ -25,6 +25,25 @@ def cuda_active() -> bool:
     return torch is not None and bool(torch.version.cuda or torch.version.hip) and bool(torch.cuda.is_initialized())
 
 
+def device_is_there() -> bool:
+    """Whether there is a CUDA device, used or not. Asks the driver's library, and makes no context."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.device_count() > 0
+
+
+def num_allocations(kind: str = "allocated") -> int:
+    """Blocks that torch has allocated on the CUDA devices so far; `kind` "current": those in use now.
+
+    0.1 ms a device, no sync. 1 where an allocator that is not torch's cannot tell.
+    """
+    torch: Any = sys.modules["torch"]
+    try:
+        stats = [torch.cuda.memory_stats(i) for i in range(torch.cuda.device_count())]
+    except Exception:
+        return 1
+    return sum(each.get(f"allocation.all.{kind}", 0) for each in stats)
+
+
 def capturing() -> bool:
     """Whether the current stream is in a CUDA graph capture. torch is loaded."""
     torch: Any = sys.modules["torch"]

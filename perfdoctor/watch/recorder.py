@@ -63,6 +63,12 @@ class Recorder:
         self._start: Stamp | None = None
         self._in_stage = 0
         self._counts = [0, 0, 0]  # micro-batches, samples, ns in the loader since the step began
+        self._ops = (0, 0)  # of an emulated device when the first and the last step ended
+
+    @property
+    def used_emulated(self) -> bool:
+        """Whether the steps behind the first used the emulated device that is there."""
+        return self.emulated and (len(self.rows) < 2 or self._ops[1] > self._ops[0])
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -169,6 +175,7 @@ class Recorder:
         assert self._start is not None
         micro_batches, samples, data_ns = self._counts
         settled = self._in_stage >= self.plan.settling(self.stage)
+        self._ops = (self._ops[0] if self.rows else crossings.num_ops, crossings.num_ops)
         self.rows.append(
             Row(
                 stage=self.stage,

@@ -122,6 +122,47 @@ def test_only_new_sites_fail_against_a_baseline(script: Path, capsys: pytest.Cap
     assert "loss.item()" not in out
 
 
+ON_CPU = HEAD.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cpu"')
+WITHOUT_OPTIMIZER = ON_CPU.replace("    opt.step()\n", "").replace("    opt.zero_grad()\n", "    model.zero_grad()\n")
+NEVER_ON_IT = {
+    "the script picks the CPU": ON_CPU,
+    "nothing was moved": ON_CPU.replace(".to(device)", "").replace(", device=device", ""),
+    "set-up on the device": "import torch\ntorch.ones(3, device='cuda').sum()\n" + ON_CPU,
+    "without an optimizer": WITHOUT_OPTIMIZER,
+    "an optimizer of its own in each step": ON_CPU.replace("    opt.step()", "    torch.optim.SGD([x], 0.1).step()"),
+}
+# CPU parameters beside a device: nothing to complain of.
+PARTLY_ON_IT = {
+    "a table on the CPU": HEAD.replace(
+        "x = torch", "table = torch.nn.Embedding(3, 4)(torch.tensor([0, 1]))\n    x = torch"
+    ),
+    "an update on the CPU": (
+        HEAD.replace("model.parameters(), lr", "master, lr").replace("opt = ", "master = [torch.zeros(2)]\nopt = ")
+        + "    master[0].grad = torch.ones(2)\n"
+    ),
+    "without an optimizer": WITHOUT_OPTIMIZER.replace('device = "cpu"', 'device = "cuda"'),
+}
+
+
+@pytest.mark.parametrize("source", NEVER_ON_IT.values(), ids=NEVER_ON_IT)
+def test_steps_that_leave_the_device_alone_cannot_pass(
+    script: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    script.write_text(source)
+    code, out, error = check(capsys, "train.py")
+    assert (code, out) == (2, "")
+    last = error.splitlines()[-1]
+    assert last.startswith("perfdoctor: train.py: its steps leave the emulated CUDA device alone: they run on the CPU")
+
+
+@pytest.mark.parametrize("source", PARTLY_ON_IT.values(), ids=PARTLY_ON_IT)
+def test_steps_that_use_the_device_in_part_are_checked(
+    script: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    script.write_text(source)
+    assert check(capsys, "train.py")[0] == 0
+
+
 def test_an_option_of_ours_behind_the_script_is_said_to_be_the_scripts(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

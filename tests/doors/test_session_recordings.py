@@ -9,9 +9,11 @@ import pytest
 import torch
 from session_loops import Loop
 
+from perfdoctor.diagnose import diagnose
 from perfdoctor.doors.session import watch
 from perfdoctor.emulate import emulate_cuda
 from perfdoctor.record.call_site import HitLog
+from perfdoctor.report.phrases import promise
 from perfdoctor.watch import recorder as recorder_module
 from perfdoctor.watch.plan import Stage
 from perfdoctor.watch.profile import ProfileWindow
@@ -64,6 +66,26 @@ def test_a_session_inside_an_emulated_device_hears_it(given):
     assert [capture.text(kind) for kind in capture.hits.kind] == ["item"] * 3
     assert capture.sites[int(capture.hits.site[0])].text == "loss.detach().item()"
     assert "no-gpu" not in [note.code for note in capture.notes]
+
+
+@pytest.mark.parametrize(("device", "is_said"), [("cpu", True), ("cuda", False)])
+def test_a_loop_that_leaves_the_emulated_device_alone_is_told_so(device, is_said):
+    with emulate_cuda():
+        torch.ones(2, device="cuda").sum()  # set-up
+        weight = torch.nn.Parameter(torch.ones(2, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        with watch(warmup=1, active=3) as session:
+            for _ in session.batches(range(8)):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                optimizer.step()
+    notes = {note.code: note.text for note in session.capture.notes}
+    assert ("no-gpu" in notes) is is_said
+    said = "The loop ran on the CPU: what waits for a GPU could not be seen"
+    assert (promise(diagnose(session.capture)).startswith(said)) is is_said
+    if is_said:
+        assert "though a device is there; the parameters of SGD are on the CPU (model.to('cuda'), or" in notes["no-gpu"]
+        assert "Lines and counts are those of a GPU" not in notes["emulated-device"]
 
 
 def test_a_generator_is_closed_when_the_loop_breaks_out_of_it():

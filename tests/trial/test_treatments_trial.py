@@ -133,7 +133,9 @@ def test_what_seems_to_save_much_goes_on_once_all_have_been_tried() -> None:
 
     moody_one, plain_one = _run(_treatment("moody", moody), _treatment("plain", plain)).verdicts
     # Half of it or nothing, by six rounds: no claim. With twelve more, of eighteen three saved nothing.
-    assert [name for name, _ in itertools.groupby(entered)] == ["moody", "plain", "moody"]
+    order = [name for name, _ in itertools.groupby(entered)]
+    assert order[:3] == ["moody", "plain", "moody"]
+    assert order[3:] in ([], ["plain"])  # on a busy machine it may seem to save something as well
     assert entered.count("moody") == 1 + 6 + 12
     assert moody_one.accepted, moody_one.reason
     assert moody_one.saving is not None
