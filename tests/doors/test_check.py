@@ -155,6 +155,19 @@ def test_steps_that_leave_the_device_alone_cannot_pass(
     assert last.startswith("perfdoctor: train.py: its steps leave the emulated CUDA device alone: they run on the CPU")
 
 
+@pytest.mark.gpu
+def test_on_a_real_device_such_steps_cannot_pass_either(tmp_path: Path) -> None:
+    """In processes of their own: what this one has allocated on the GPU before would count."""
+    sources = {"probe": "import torch\ntorch.ones(3, device='cuda').sum().item()\n" + ON_CPU, "cuda": HEAD}
+    codes = {}
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        command = [sys.executable, "-m", "perfdoctor", "check", "--device", "real", f"{name}.py"]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        codes[name] = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
+    assert codes == {"probe": 2, "cuda": 0}
+
+
 @pytest.mark.parametrize("source", PARTLY_ON_IT.values(), ids=PARTLY_ON_IT)
 def test_steps_that_use_the_device_in_part_are_checked(
     script: Path, capsys: pytest.CaptureFixture[str], source: str
