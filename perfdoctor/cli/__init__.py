@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from perfdoctor.cli.output import Outcome, write_whole
+from perfdoctor.cli.output import Outcome, complain, write_whole
 from perfdoctor.errors import INTERRUPTED, PerfDoctorError, UsageError
 from perfdoctor.version import VERSION
 
@@ -48,16 +48,16 @@ def _main(argv: Sequence[str], delivered_alone: Callable[[], None]) -> int:
             delivered_alone()
         return code
     except (PerfDoctorError, OSError) as error:
-        _complain(_one_line(error))
+        complain(_one_line(error))
         return 2
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 2
     except KeyboardInterrupt:
-        _complain("interrupted")
+        complain("interrupted")
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
-        _complain("this is a bug in perfdoctor; please report it with the lines above")
+        complain("this is a bug in perfdoctor; please report it with the lines above")
         return 3
 
 
@@ -95,11 +95,11 @@ def _usage() -> str:
 def _deliver(outcome: Outcome) -> int:
     if outcome.path:
         write_whole(outcome.path, outcome.text)
-        _complain(f"wrote {outcome.path}")
+        complain(f"wrote {outcome.path}")
     else:
         _show(outcome.text)
     for message in outcome.messages:
-        _complain(message)
+        complain(message)
     return outcome.exit_code
 
 
@@ -126,10 +126,6 @@ def _keep_aside() -> None:
 
 def _silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _complain(message: str) -> None:
-    print(f"perfdoctor: {message}", file=sys.stderr, flush=True)
 
 
 def _one_line(error: BaseException) -> str:

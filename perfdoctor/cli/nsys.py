@@ -10,12 +10,11 @@ import argparse
 import math
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, count, deliver
+from perfdoctor.cli.output import Outcome, Parser, add_output_options, check_output, complain, count, deliver
 from perfdoctor.cli.progress import progress
 from perfdoctor.diagnose import diagnose_ranks
 from perfdoctor.doors.nsys import NsysRun, record
@@ -52,7 +51,7 @@ def execute(argv: Sequence[str]) -> Outcome:
             trace=options.trace,
             extra=tuple(options.extra),
         ),
-        _tell,
+        complain,
         whole=options.whole,
         limit_s=options.limit,
     )
@@ -114,10 +113,6 @@ def _check_name(name: str) -> None:
         raise UsageError(f"--name {name}: the folder {folder.absolute()} is not writable; name the files elsewhere")
     if "%" in name:
         raise UsageError(f"--name {name}: give it without %; of several ranks each gets its number at the end")
-
-
-def _tell(text: str) -> None:
-    print(f"perfdoctor: {text}", file=sys.stderr, flush=True)
 
 
 def _seconds(text: str) -> float:

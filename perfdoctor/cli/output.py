@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -76,6 +77,11 @@ def _percent(text: str) -> float:
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to 100")
     return value
+
+
+def complain(message: str) -> None:
+    """A line on standard error, under our name."""
+    print(f"perfdoctor: {message}", file=sys.stderr, flush=True)
 
 
 def check_output(path: str, option: str = "-o") -> None:

@@ -33,7 +33,6 @@ class Collectives:
     start_ns: Ints
     end_ns: Ints
     step: Ints
-    on_device: bool
     num_steps: int
 
     def __len__(self) -> int:
@@ -67,13 +66,13 @@ def collectives(timeline: Timeline) -> Collectives:
     rows = np.flatnonzero(chosen[work.name] & (work.kind == WorkKind.KERNEL)) if len(work) else np.empty(0, np.int64)
     if len(rows):
         names = tuple(_short(capture.text(int(name))) for name in work.name[rows])
-        return _of_steps(timeline, names, work.start_ns[rows], work.end_ns[rows], timeline.launch_ns[rows], True)
+        return _of_steps(timeline, names, work.start_ns[rows], work.end_ns[rows], timeline.launch_ns[rows])
     for source in (capture, capture.full):
         found = None if source is None else _host_collectives(source)
         if found is not None and len(found):
             return found
     empty = np.empty(0, np.int64)
-    return Collectives(names=(), start_ns=empty, end_ns=empty, step=empty, on_device=False, num_steps=0)
+    return Collectives(names=(), start_ns=empty, end_ns=empty, step=empty, num_steps=0)
 
 
 def _host_collectives(capture: Capture) -> Collectives:
@@ -83,12 +82,10 @@ def _host_collectives(capture: Capture) -> Collectives:
     rows = rows[np.argsort(ranges.start_ns[rows], kind="stable")]
     starts, ends = ranges.start_ns[rows], ranges.end_ns[rows]
     names = tuple(capture.text(int(name)) for name in ranges.name[rows])
-    return _of_steps(Timeline(capture), names, starts, ends, starts, False)
+    return _of_steps(Timeline(capture), names, starts, ends, starts)
 
 
-def _of_steps(
-    timeline: Timeline, names: tuple[str, ...], starts: Ints, ends: Ints, launched: Ints, on_device: bool
-) -> Collectives:
+def _of_steps(timeline: Timeline, names: tuple[str, ...], starts: Ints, ends: Ints, launched: Ints) -> Collectives:
     steps = timeline.steps
     own = np.full(len(names), -1, np.int64)
     if steps is not None and steps.origin == "marks":
@@ -96,9 +93,7 @@ def _of_steps(
         inside = (at >= 0) & (launched < steps.host_end_ns[np.maximum(at, 0)])
         own = np.where(inside, timeline.capture.steps.index[steps.index[np.maximum(at, 0)]], -1)
     num_steps = len(steps) if steps is not None else 0
-    return Collectives(
-        names=names, start_ns=starts, end_ns=ends, step=own, on_device=on_device, num_steps=num_steps
-    )  # fmt: skip
+    return Collectives(names=names, start_ns=starts, end_ns=ends, step=own, num_steps=num_steps)
 
 
 def align(ranks: Sequence[Collectives]) -> Alignment | None:

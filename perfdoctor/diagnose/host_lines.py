@@ -70,11 +70,9 @@ class HostLines:
             return None
         return next(s for s in self.capture.sites if s.frame == frame)
 
-    def busiest(self, number: int = 3) -> str:
+    def busiest(self) -> str:
         """'model.py:24 31 %, train.py:40 12 %': where the host's time went; '' without samples."""
-        return ", ".join(
-            f"{_short(frame)} {format_share(share)}" for frame, share in list(self.shares().items())[:number]
-        )
+        return ", ".join(f"{_short(frame)} {format_share(share)}" for frame, share in list(self.shares().items())[:3])
 
     def shares(self) -> dict[Frame, float]:
         """The share of the host's time in each line of the user's, largest first; empty without samples."""

@@ -88,20 +88,25 @@ def as_document(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
+def step_document(step: StepTime | None) -> dict[str, Any] | None:
+    """The time of a step: `median_ms`, `low_ms`, `high_ms`, `num_steps`, `basis`."""
+    if step is None:
+        return None
+    return {
+        "median_ms": ms(step.median_ns),
+        "low_ms": ms(step.low_ns),
+        "high_ms": ms(step.high_ns),
+        "num_steps": step.num_steps,
+        "basis": step.basis,
+    }
+
+
 def _verdict(diagnosis: Diagnosis) -> dict[str, Any]:
-    step, ratio = diagnosis.step, phrases.busy_ratio(diagnosis)
+    ratio = phrases.busy_ratio(diagnosis)
     return {
         "sentence": phrases.headline(diagnosis),
         "binding": diagnosis.binding.value,
-        "step": None
-        if step is None
-        else {
-            "median_ms": ms(step.median_ns),
-            "low_ms": ms(step.low_ns),
-            "high_ms": ms(step.high_ns),
-            "num_steps": step.num_steps,
-            "basis": step.basis,
-        },
+        "step": step_document(diagnosis.step),
         "steps_per_s": diagnosis.steps_per_s,
         "samples_per_s": diagnosis.samples_per_s,
         "samples_per_step": diagnosis.samples_per_step,

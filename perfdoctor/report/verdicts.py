@@ -28,9 +28,9 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from perfdoctor.diagnose.finding import Diagnosis, Finding, StepTime
+from perfdoctor.diagnose.finding import Diagnosis, Finding
 from perfdoctor.report import phrases
-from perfdoctor.report.json import site_document
+from perfdoctor.report.json import site_document, step_document
 from perfdoctor.report.lines import Line, command_lines, plain, wrapped
 from perfdoctor.report.text import WIDTH
 from perfdoctor.treat.cures import treatments_for
@@ -303,8 +303,8 @@ def _document(verdict: Verdict, diagnosis: Diagnosis) -> dict[str, Any]:
         "accepted": verdict.accepted,
         "reason": verdict.reason,
         "parity": _parity(verdict.parity),
-        "before": _step(verdict.before),
-        "after": _step(verdict.after),
+        "before": step_document(verdict.before),
+        "after": step_document(verdict.after),
         "speed_up": _speed_up(verdict.speed_up),
         "saving": None
         if saving is None
@@ -339,18 +339,6 @@ def _parity(parity: Parity) -> dict[str, Any]:
         "difference": _finite(parity.difference),
         "repeat": _finite(parity.repeat),
         "num_losses": parity.num_losses,
-    }
-
-
-def _step(step: StepTime | None) -> dict[str, Any] | None:
-    if step is None:
-        return None
-    return {
-        "median_ms": ms(step.median_ns),
-        "low_ms": ms(step.low_ns),
-        "high_ms": ms(step.high_ns),
-        "num_steps": step.num_steps,
-        "basis": step.basis,
     }
 
 
