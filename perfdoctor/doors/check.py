@@ -15,7 +15,7 @@ import linecache
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def check_script(
     with _hooked_gpu() if on_gpu else _emulated() as device, detected(detector):
         with output_aside(), as_main(program, arguments):
             exit_code, _ = stop.run(partial(execute_program, program))
-        log, notes, unused = device.log, device.notes, device.unused()
+        log, notes, unused = device.log, device.notes, device.unused
     if len(ends) < 2 and len(detector.passes) > 1:
         ends, detector.source = detector.passes, BACKWARDS
     if detector.source != HOOKS:
@@ -148,30 +148,36 @@ def check_script(
     return CheckReport(source=str(target), device=name, num_steps=len(ends) - 1, sites=sites, notes=tuple(notes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Checked:
-    """The device that a script is checked on. `unused`: whether the steps left it alone."""
+    """The device that a script is checked on. `look()`: how often it was used so far, and what of it is held now."""
 
     log: HitLog
     notes: list[Note]
-    step_ended: Callable[[], None]
-    unused: Callable[[], bool]
+    heal: Callable[[], None]
+    look: Callable[[], tuple[int, int]]
+    looks: list[tuple[int, int]] = field(default_factory=list)
+    begun: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.begun = self.look()
+
+    def step_ended(self) -> None:
+        self.heal()
+        self.looks.append(self.look())
+
+    @property
+    def unused(self) -> bool:
+        """Whether the steps left it alone; of fewer than three, the whole script: the end of one is known when the
+        next one updates. (A replayed CUDA graph allocates nothing, but holds memory.)"""
+        looks = self.looks if len(self.looks) > 2 else [self.begun, self.look()]
+        return looks[0][0] == looks[-1][0] and not any(held for _, held in looks)
 
 
 @contextlib.contextmanager
 def _emulated() -> Iterator[_Checked]:
     with emulate_cuda() as device:
-        before: list[int] = []  # ops when the first step ended, set-up and all
-
-        def step_ended() -> None:
-            if not before:
-                before.append(crossings.num_ops)
-
-        begun = crossings.num_ops
-        yield _Checked(
-            log=device.log, notes=device.notes, step_ended=step_ended,
-            unused=lambda: crossings.num_ops == (before or [begun])[0],
-        )  # fmt: skip
+        yield _Checked(log=device.log, notes=device.notes, heal=lambda: None, look=lambda: (crossings.num_ops, 0))
 
 
 @contextlib.contextmanager
@@ -186,20 +192,10 @@ def _hooked_gpu() -> Iterator[_Checked]:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     log = HitLog()
     hooks = CallSiteHooks(log)
-    before: list[int] = []  # allocations when the first step ended, set-up and all
-
-    def step_ended() -> None:
-        hooks.heal()
-        if not before:
-            before.append(num_allocations())
-
-    def unused() -> bool:  # a replayed graph allocates nothing, but holds memory
-        return not num_allocations("current") and num_allocations() == (before or [0])[0]
-
     try:
         hooks.catch_warnings()
         hooks.patch_calls()
-        yield _Checked(log=log, notes=[], step_ended=step_ended, unused=unused)
+        yield _Checked(log=log, notes=[], heal=hooks.heal, look=lambda: (num_allocations(), num_allocations("current")))
     finally:
         hooks.remove()
 

@@ -136,6 +136,11 @@ def execute_program(program: _Program) -> tuple[int, bool]:
         exec(program.code, main.__dict__)
     except ScriptStopped:
         return 0, True
+    except BaseExceptionGroup as group:  # of asyncio's TaskGroup
+        if group.split(ScriptStopped)[1] is None:
+            return 0, True
+        _print_error()
+        return 1, False
     except SystemExit as error:
         return _exit_code(error.code), False
     except KeyboardInterrupt:

@@ -45,9 +45,10 @@ class ScriptStop:
     """
 
     def __init__(self, *, throw_away: bool) -> None:
+        self.asked = False  # to stop, on purpose
         self.interrupted = False
         self.status: int | None = None  # given to os._exit
-        self.armed = False  # whether frames are traced
+        self._armed = False  # whether frames are traced
         self._throw_away = throw_away
         self._owner = os.getpid()
         self._running = False
@@ -59,13 +60,22 @@ class ScriptStop:
         self._traced: list[tuple[FrameType, Any]] = []
 
     @property
+    def armed(self) -> bool:
+        """Whether frames are traced, in this process and not in a fork of it."""
+        return self._armed and os.getpid() == self._owner
+
+    @property
     def sparing(self) -> bool:
         """Whether lines that are not part of an `except` are left alone."""
         return self._times < _SPARING
 
     def run(self, execute: Callable[[], tuple[int, bool]]) -> tuple[int, bool]:
-        """`execute()`: the exit code, and whether the script was stopped on purpose; as it really ended."""
+        """`execute()`: the exit code, and whether the script was stopped on purpose; as it really ended.
+
+        What a script makes of its stop (`except BaseException: sys.exit(1)`) is no failure of its own.
+        """
         code, stopped = 0, True
+        _handlers.cache_clear()  # a file of the same name may have been another
         try:
             with suppress(ScriptStopped):  # of a signal that comes when the script has just ended
                 self._install()
@@ -74,12 +84,20 @@ class ScriptStop:
             self._remove()
         if self.interrupted:
             return INTERRUPTED, False
+        if self.asked:
+            return 0, stopped or code != 0 or self.status is not None
         return (code, stopped) if self.status is None else (self.status, False)
 
     def __call__(self) -> None:
         """Raises ScriptStopped; nothing where the script is over."""
-        if not self._running or os.getpid() != self._owner:
-            return
+        if self._is_on():
+            self.asked = self.asked or not (self.interrupted or self.status is not None)
+            self._end()
+
+    def _is_on(self) -> bool:
+        return self._running and os.getpid() == self._owner
+
+    def _end(self) -> None:
         self._times += 1
         if self._times > 1 or self.interrupted:
             self._trace()
@@ -96,13 +114,14 @@ class ScriptStop:
         if not self._throw_away:
             return
         self._patches.replace(os, "_exit", self._leaving(os._exit))
+        self._patches.replace(sys, "excepthook", self._showing(sys.excepthook))
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._theirs = signal.default_int_handler
             signal.signal(signal.SIGINT, self._received)
             asked = signal.getsignal
             self._patches.replace(signal, "signal", self._setting(signal.signal))
-            self._patches.replace(signal, "getsignal", lambda number: self._shown(asked(number)))
+            self._patches.replace(signal, "getsignal", lambda signalnum: self._shown(asked(signalnum)))
 
     def _remove(self) -> None:
         self._running = False
@@ -110,8 +129,8 @@ class ScriptStop:
         self._patches.undo()
         if self._theirs is not None and signal.getsignal(signal.SIGINT) == self._received:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self.armed:
-            self.armed = False
+        if self._armed:
+            self._armed = False
             sys.settrace(self._tracing)
         for frame, before in self._traced:
             frame.f_trace = before
@@ -124,7 +143,7 @@ class ScriptStop:
 
     def _trace(self) -> None:
         """From now on each line of an `except` of the script's raises ScriptStopped, in this thread."""
-        self.armed = True
+        self._armed = True
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not _runs_the_script(frame):
             if file_owner(frame.f_code.co_filename) not in _SPARED and not isinstance(frame.f_trace, _Line):
@@ -146,14 +165,22 @@ class ScriptStop:
 
         return leaving
 
+    def _showing(self, show: Callable[..., Any]) -> Callable[..., Any]:
+        """`sys.excepthook` that is silent about what a script makes of its stop."""
+
+        def showing(*error: Any) -> Any:
+            return None if self.asked else show(*error)
+
+        return showing
+
     def _setting(self, original: Any) -> Any:
         """`signal.signal` under which a handler of SIGINT is called by ours."""
 
-        def setting(number: Any, handler: Any) -> Any:
-            before = self._shown(original(number, handler))
-            if number == signal.SIGINT and os.getpid() == self._owner:
+        def setting(signalnum: Any, handler: Any) -> Any:
+            before = self._shown(original(signalnum, handler))
+            if signalnum == signal.SIGINT and os.getpid() == self._owner:
                 self._theirs = handler
-                original(number, self._received)
+                original(signalnum, self._received)
             return before
 
         return setting
@@ -222,15 +249,28 @@ def _runs_the_script(frame: FrameType) -> bool:
 
 def _is_in_handler(frame: FrameType) -> bool:
     lines = _handlers(frame.f_code.co_filename)
-    return lines is None or any(frame.f_lineno in each for each in lines)
+    return lines is None or frame.f_lineno in lines
 
 
 @functools.lru_cache(maxsize=64)
-def _handlers(file: str) -> tuple[range, ...] | None:
+def _handlers(file: str) -> frozenset[int] | None:
     """The lines of each `except` of a file; None where its source is not known."""
     source = "".join(linecache.getlines(file))
     try:
-        found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
+        return frozenset(_lines(ast.parse(source), inside=False)) if source else None
     except (SyntaxError, ValueError):
         return None
-    return tuple(range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in found) if source else None
+
+
+def _lines(node: ast.AST, *, inside: bool) -> Iterator[int]:
+    """Lines `inside` an `except`, but for what stands in a `finally` or in a function there."""
+    if isinstance(node, ast.ExceptHandler):
+        inside = True
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        inside = False
+    if inside and isinstance(node, (ast.stmt, ast.ExceptHandler)):
+        last = node.lineno if hasattr(node, "body") else node.end_lineno  # of one with a body, its head
+        yield from range(node.lineno, (last or node.lineno) + 1)
+    finals = getattr(node, "finalbody", [])
+    for child in ast.iter_child_nodes(node):
+        yield from _lines(child, inside=inside and child not in finals)

@@ -99,7 +99,7 @@ def recording_of(recorder: Recorder) -> Capture:
     capture = assemble(recorder)
     if not recorder.emulated:
         return capture
-    return replace(capture, notes=(_EMULATED if recorder.used_emulated else _LEFT_ALONE, *capture.notes))
+    return replace(capture, notes=(_LEFT_ALONE if recorder.leaves_device_alone else _EMULATED, *capture.notes))
 
 
 class Session:

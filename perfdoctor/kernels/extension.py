@@ -11,12 +11,12 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import sys
+import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,15 @@ def load_extension(name: str, sources: Sequence[str], cuda_flags: Sequence[str] 
     if (module := _kept(folder)) is not None:
         return module
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder / "lock"):
-        if (module := _kept(folder)) is not None:
+    with (folder / "lock").open("w") as lock:
+        if (module := _awaited(lock.fileno(), folder)) is not None:
             return module
-        return _compiled(name, [str(_SOURCES / source) for source in sources], list(cuda_flags), folder)
+        try:
+            module = _kept(folder)
+            return module or _compiled(name, [str(_SOURCES / source) for source in sources], list(cuda_flags), folder)
+        finally:  # closing it does not suffice: a process forked meanwhile holds it open
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _cache_folder() -> Path:
@@ -47,14 +52,9 @@ def _cache_folder() -> Path:
 
 def _fingerprint(sources: Sequence[str], cuda_flags: Sequence[str]) -> str:
     """Of all that makes a module another one."""
-    made_by = (
-        torch.__version__,
-        torch.version.cuda,
-        torch.version.hip,
-        sys.implementation.cache_tag,
-        os.uname().machine,
-    )
-    found = hashlib.sha256(repr((made_by, list(cuda_flags))).encode())
+    of_torch = (torch.__version__, torch.version.cuda, torch.version.hip)
+    made_by = (of_torch, sysconfig.get_config_var("SOABI"), os.uname().machine, list(cuda_flags))
+    found = hashlib.sha256(repr(made_by).encode())
     for source in sources:
         found.update((_SOURCES / source).read_bytes())
     return found.hexdigest()[:16]
@@ -77,8 +77,9 @@ def _compiled(name: str, sources: list[str], cuda_flags: list[str], folder: Path
     from torch.utils.cpp_extension import load
 
     for left in folder.glob("build-*"):  # by one who was killed
-        if time.time() - left.stat().st_mtime > _OVER_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # without locks, another may do the same
+            if time.time() - left.stat().st_mtime > _OVER_S:
+                shutil.rmtree(left, ignore_errors=True)
     # Each time another one: torch takes one that it has seen for built.
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True) as build:
         with warnings.catch_warnings():
@@ -89,16 +90,16 @@ def _compiled(name: str, sources: list[str], cuda_flags: list[str], folder: Path
     return module
 
 
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time, of one machine. Raises TimeoutError where another one does not come to its end."""
+def _awaited(lock: int, folder: Path) -> Any | None:
+    """The module that another process has built meanwhile; None once the lock is ours."""
     until = time.monotonic() + _LONGEST_WAIT_S
-    with lock.open("w") as file:
-        while not _is_taken(file.fileno()):
-            if time.monotonic() > until:
-                raise TimeoutError(f"another process has been compiling for {_LONGEST_WAIT_S:.0f} s ({lock})")
-            time.sleep(0.1)
-        yield
+    while not _is_taken(lock):
+        if (module := _kept(folder)) is not None:
+            return module
+        if time.monotonic() > until:
+            raise TimeoutError(f"another process has been compiling for {_LONGEST_WAIT_S:.0f} s ({folder})")
+        time.sleep(0.1)
+    return None
 
 
 def _is_taken(descriptor: int) -> bool:

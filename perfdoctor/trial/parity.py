@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from perfdoctor.units import format_plural
+
 if TYPE_CHECKING:
     from perfdoctor.treat.treatment import Treatment
 
@@ -112,22 +114,22 @@ def is_doubtful(parity: Parity, base: Sequence[float]) -> bool:
 
 def is_open(runs: Sequence[Parity], base: Sequence[float]) -> bool:
     """Whether another treated run may tell that what these differ by comes by chance."""
-    off = sum(each.kept is False for each in runs)
-    settled = off >= _ACCUSED or len(runs) - off > _MOST_TREATED - _ACCUSED
-    return off > 0 and not settled and all(each.kept or is_doubtful(each, base) for each in runs)
+    return pooled(runs, base).kept is None and all(each.kept or is_doubtful(each, base) for each in runs)
 
 
-def pooled(runs: Sequence[Parity]) -> Parity:
-    """Of treated runs, each held against the same untreated ones."""
+def pooled(runs: Sequence[Parity], base: Sequence[float]) -> Parity:
+    """Of treated runs, each held against the same untreated ones. `kept` is None as long as it may be chance."""
     off = [each for each in runs if each.kept is False]
-    if len(runs) == 1 or not off:
+    if not off:
         return runs[0]
     worst = max(off, key=lambda each: each.difference or 0.0)
-    shown = f"in {len(off)} of {len(runs)} runs"
-    if len(off) < _ACCUSED and any(each.kept for each in runs):
-        text = f"losses differ by chance: largest difference {worst.difference:.3g}, {shown} with the treatment"
-        return replace(worst, kept=True, text=text)
-    return replace(worst, text=f"{worst.text}; {shown}")
+    if len(off) >= _ACCUSED or not all(is_doubtful(each, base) for each in off):
+        return replace(worst, text=f"{worst.text}; in {len(off)} of {len(runs)} runs" if len(runs) > 1 else worst.text)
+    shown = f"in {len(off)} of {format_plural(len(runs), 'run')} with the treatment"
+    by = f"largest difference {worst.difference:.3g}, {shown}"
+    if sum(each.kept is True for each in runs) > _MOST_TREATED - _ACCUSED:
+        return replace(worst, kept=True, text=f"losses differ by chance: {by}")
+    return replace(worst, kept=None, text=f"losses differ, perhaps by chance: {by}; more runs would tell (--seconds)")
 
 
 def _largest(losses: Sequence[float]) -> float:

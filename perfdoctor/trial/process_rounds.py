@@ -186,13 +186,14 @@ class ProcessRounds:
         Four more treated ones at most: fewer than the rounds that it would have been timed in.
         """
         found = self._parities(side, runs, dry=dry)
-        while is_doubtful(found[0], self._alike[0].losses) and len(self._alike) < MOST_BASES:
+        base = self._alike[0].dry_losses if dry else self._alike[0].losses
+        while is_doubtful(found[0], base) and len(self._alike) < MOST_BASES:
             if not self._run_again((), self._alike):
                 break
             found = self._parities(side, runs, dry=dry)
-        while is_open(found, self._alike[0].losses) and self._run_again(side.names, runs):
+        while is_open(found, base) and self._run_again(side.names, runs):
             found = self._parities(side, runs, dry=dry)
-        return pooled(found)
+        return pooled(found, base)
 
     def _parities(self, side: Candidate, runs: Sequence[ProcessRun], *, dry: bool) -> list[Parity]:
         """Of each of `runs`, held against all untreated ones."""

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from perfdoctor.treat.cures import OF_THE_LOADER
 from perfdoctor.treat.treatment import Treatment
@@ -139,16 +138,17 @@ def loader_period(use: LoaderUse, step_ns: float, *, workers: int = 0) -> int:
     """
     own = getattr(use.loader, "num_workers", 0)
     turns = max(workers, own, 1)
-    both = math.lcm(turns, use.epoch or _epoch_of(use.loader))
+    both = math.lcm(turns, _epoch_of(use))
     persist = not use.made_anew and (own == 0 or getattr(use.loader, "persistent_workers", False))
     respawns = max(workers, own) > 0 and not persist
     most = _MOST_COUNTED if respawns else min(_MOST_COUNTED, _LONG_BLOCK_NS / max(step_ns, 1.0))
     return both if both <= most else turns
 
 
-def _epoch_of(loader: Any) -> int:
-    """Batches of an epoch, 1 where it has no length."""
+def _epoch_of(use: LoaderUse) -> int:
+    """Steps of an epoch: as seen, at most its batches (an optimizer may step more often); 1 where nothing is known."""
     try:
-        return max(len(loader), 1)
-    except TypeError:  # a stream
-        return 1
+        length = max(len(use.loader), 1)
+    except TypeError:  # a stream, or none
+        return use.epoch or 1
+    return min(use.epoch or length, length)

@@ -289,8 +289,8 @@ class TreatmentsTrial:
             losses = []
             yield from treated.compared(treatments, losses, replayed=replayed, dry=dry)
             runs.append(judge_parity(bases, losses, allowed))
-            self._parity = pooled(runs)  # where the time ends meanwhile
-        return pooled(runs), replayed, stamps
+            self._parity = pooled(runs, bases[0])  # where the time ends meanwhile
+        return pooled(runs, bases[0]), replayed, stamps
 
     def _run_as_it_is(self, treated: TreatedSteps, bases: list[list[float]], *, replayed: bool, dry: bool) -> Steps:
         losses: list[float] = []

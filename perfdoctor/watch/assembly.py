@@ -31,7 +31,7 @@ from perfdoctor.record.capture import (
     Steps,
 )
 from perfdoctor.record.note_codes import WITHOUT_CUDA
-from perfdoctor.watch.clocks import cuda_active, device_is_there, durations, num_allocations
+from perfdoctor.watch.clocks import device_is_there, durations
 from perfdoctor.watch.overhead import measure_overhead
 from perfdoctor.watch.pauses import Pause
 from perfdoctor.watch.plan import Row, Stage
@@ -252,13 +252,14 @@ def _rounded(count: float) -> str:
 
 def _without_cuda(recorder: Recorder, light: Capture, optimizers: Sequence[Any]) -> list[Note]:
     """A note where the steps left the CUDA device alone, though a probe of the script's may have woken it."""
-    used = cuda_active() and (len(light.work) > 0 or num_allocations() > 0)
-    if recorder.used_emulated if recorder.emulated else used:
+    if not recorder.leaves_device_alone or len(light.work):
         return []
     text = "the loop does not use CUDA"
     if recorder.emulated or device_is_there():
-        firsts = {type(each).__name__: each.param_groups[0]["params"][0] for each in optimizers}
-        on_cpu = [name for name, first in firsts.items() if first.device.type == "cpu"]
+        firsts = {
+            type(each).__name__: next((p for g in each.param_groups for p in g["params"]), None) for each in optimizers
+        }
+        on_cpu = [name for name, first in firsts.items() if first is not None and first.device.type == "cpu"]
         seen = f"; the parameters of {' and '.join(on_cpu)} are on the CPU" if on_cpu else ""
         text += f", though a device is there{seen} (model.to('cuda'), or the script's own option)"
     return [Note(code=WITHOUT_CUDA, text=f"{text}: host-side findings only, no device times")]

@@ -13,7 +13,7 @@ from perfdoctor.watch.barriers import BarrierHook
 from perfdoctor.watch.batches import BatchWaits
 from perfdoctor.watch.calibration import measure_pinned_copy
 from perfdoctor.watch.call_sites import CallSiteHooks
-from perfdoctor.watch.clocks import Stamp, cuda_active, stamp_now
+from perfdoctor.watch.clocks import Stamp, cuda_active, num_allocations, stamp_now
 from perfdoctor.watch.constructions import OptimizerConstructions
 from perfdoctor.watch.garbage import CollectionHook
 from perfdoctor.watch.pauses import Pause
@@ -63,12 +63,18 @@ class Recorder:
         self._start: Stamp | None = None
         self._in_stage = 0
         self._counts = [0, 0, 0]  # micro-batches, samples, ns in the loader since the step began
-        self._ops = (0, 0)  # of an emulated device when the first and the last step ended
+        self._uses = ((0, 0), (0, 0))  # of the device, when the first and the last step of those looked at ended
 
     @property
-    def used_emulated(self) -> bool:
-        """Whether the steps behind the first used the emulated device that is there."""
-        return self.emulated and (len(self.rows) < 2 or self._ops[1] > self._ops[0])
+    def leaves_device_alone(self) -> bool:
+        """Whether the steps used no CUDA device, though one is there or the script has woken it.
+
+        Told from three steps on: the end of one is known when the next one updates.
+        """
+        if not (self.emulated or cuda_active()):
+            return True
+        first, last = self._uses
+        return sum(row.complete for row in self.rows) > 2 and first[0] == last[0] and not first[1] + last[1]
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -107,6 +113,8 @@ class Recorder:
         self.following = None
         try:
             if not self.over and self._start is not None:
+                if self.stage < Stage.LIGHT:
+                    self._look_at_device()
                 self._keep(Stamp(now(), None), complete=False)
         finally:
             self._part()
@@ -175,7 +183,8 @@ class Recorder:
         assert self._start is not None
         micro_batches, samples, data_ns = self._counts
         settled = self._in_stage >= self.plan.settling(self.stage)
-        self._ops = (self._ops[0] if self.rows else crossings.num_ops, crossings.num_ops)
+        if self.emulated or not self.rows:
+            self._look_at_device()
         self.rows.append(
             Row(
                 stage=self.stage,
@@ -208,6 +217,8 @@ class Recorder:
 
     def _change_to(self, stage: Stage) -> None:
         left = self.windows.get(self.stage)
+        if self.stage < Stage.LIGHT <= stage:
+            self._look_at_device()
         self._leave(self.stage)
         if stage == Stage.DONE and isinstance(left, ProfileWindow) and cuda_active():
             detach_tracer()
@@ -233,6 +244,14 @@ class Recorder:
             self._collections.remove()
         if stage in self.windows:
             self.windows[stage].stop()
+
+    def _look_at_device(self) -> None:
+        """A real one takes 0.1 ms: in the warm-up, and before the recordings, which allocate themselves."""
+        if self.emulated:
+            use = (crossings.num_ops, 0)
+        else:
+            use = (num_allocations(), num_allocations("current")) if cuda_active() else (0, 0)
+        self._uses = (self._uses[0] if self.rows else use, use)
 
     def _enter(self, stage: Stage) -> None:
         if stage == Stage.SITES:

@@ -129,6 +129,8 @@ NEVER_ON_IT = {
     "nothing was moved": ON_CPU.replace(".to(device)", "").replace(", device=device", ""),
     "set-up on the device": "import torch\ntorch.ones(3, device='cuda').sum()\n" + ON_CPU,
     "without an optimizer": WITHOUT_OPTIMIZER,
+    "two steps": ON_CPU.replace("range(12)", "range(2)"),
+    "the device behind the loop": ON_CPU + "model.to('cuda')(torch.randn(3, 4, device='cuda')).sum()\n",
     "an optimizer of its own in each step": ON_CPU.replace("    opt.step()", "    torch.optim.SGD([x], 0.1).step()"),
 }
 # CPU parameters beside a device: nothing to complain of.
@@ -140,6 +142,7 @@ PARTLY_ON_IT = {
         HEAD.replace("model.parameters(), lr", "master, lr").replace("opt = ", "master = [torch.zeros(2)]\nopt = ")
         + "    master[0].grad = torch.ones(2)\n"
     ),
+    "two steps": HEAD.replace("range(12)", "range(2)"),  # the end of both is known at the second update
     "without an optimizer": WITHOUT_OPTIMIZER.replace('device = "cpu"', 'device = "cuda"'),
 }
 
@@ -164,8 +167,9 @@ def test_on_a_real_device_such_steps_cannot_pass_either(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(source)
         command = [sys.executable, "-m", "perfdoctor", "check", "--device", "real", f"{name}.py"]
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-        codes[name] = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
-    assert codes == {"probe": 2, "cuda": 0}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        codes[name] = done.returncode, "its steps leave the GPU alone" in done.stderr
+    assert codes == {"probe": (2, True), "cuda": (0, False)}
 
 
 @pytest.mark.parametrize("source", PARTLY_ON_IT.values(), ids=PARTLY_ON_IT)

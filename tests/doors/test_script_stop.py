@@ -166,6 +166,45 @@ def test_a_script_that_steps_no_more_is_ended_too(tmp_path: Path, monkeypatch: p
     assert script.main["caught"] <= 2
 
 
+MADE_OF_IT = {
+    "sys.exit": "import sys\ntry:\n    while True: step()\nexcept BaseException:\n    sys.exit(1)\n",
+    "os._exit": "import os\ntry:\n    while True: step()\nexcept BaseException:\n    os._exit(1)\n",
+    "another": "try:\n    while True: step()\nexcept BaseException as e:\n    raise RuntimeError('failed') from e\n",
+    "a group": (
+        "import asyncio\nasync def train():\n    while True:\n        step()\n        await asyncio.sleep(0)\n"
+        "async def main():\n    async with asyncio.TaskGroup() as tasks:\n        tasks.create_task(train())\n"
+        "asyncio.run(main())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", MADE_OF_IT)
+def test_what_a_script_makes_of_its_stop_is_no_failure(
+    tmp_path: Path, loop: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script(tmp_path, MADE_OF_IT[loop])
+    assert script.run() == (0, True)
+    assert script.num_steps == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_its_own_failure_before_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Script(tmp_path, "step()\nraise RuntimeError('its own')\n").run() == (1, False)
+    assert capsys.readouterr().err.endswith("RuntimeError: its own\n")
+
+
+def test_a_function_that_stands_in_an_except_is_no_part_of_it(tmp_path: Path) -> None:
+    source = (
+        "try:\n    import not_here\nexcept ImportError:\n    def train():\n        try:\n            while True:\n"
+        "                try:\n                    step()\n                except:\n                    caught += 1\n"
+        "        finally:\n            global saved\n            saved = True\n"
+        "train()\n"
+    )
+    script = Script(tmp_path, source.replace("caught += 1", "pass"))
+    assert script.run() == (0, True)
+    assert script.main["saved"]
+
+
 CAUGHT = """
 import signal
 for number in range(50):
@@ -194,7 +233,8 @@ def test_a_handler_of_the_scripts_gets_the_first_ctrl_c(
 ) -> None:
     source = (
         "import signal\ncalls = []\ndef mine(number, frame):\n    calls.append(number)\n"
-        "before = signal.signal(signal.SIGINT, mine)\nshown = signal.getsignal(signal.SIGINT)\n"
+        "before = signal.signal(signalnum=signal.SIGINT, handler=mine)\n"
+        "shown = signal.getsignal(signalnum=signal.SIGINT)\n"
         "while not calls or len(calls) < pressed:\n    signal.raise_signal(signal.SIGINT)\n    step()\n"
     )
     script = Script(tmp_path, f"pressed = {times}\n{source}")

@@ -30,7 +30,7 @@ _ONCE = "if hasattr(torch, 'ran_once'):\n    raise ValueError('once only')\ntorc
 
 def _try(tmp_path: Path, once: str) -> TreatedScript:
     (tmp_path / "train.py").write_text(SCRIPT.format(once=once))
-    limits = TreatmentLimits(seconds=20, each_seconds=3, rounds=6)
+    limits = TreatmentLimits(seconds=60, each_seconds=3, rounds=6)
     options = TreatmentOptions(names=("gc_frozen", "fused_optimizer", "set_to_none"), limits=limits, warmup=1, active=3)
     return try_treatments(str(tmp_path / "train.py"), ("--epochs", "3"), options)
 

@@ -73,7 +73,7 @@ def test_a_loop_that_leaves_the_emulated_device_alone_is_told_so(device, is_said
     with emulate_cuda():
         torch.ones(2, device="cuda").sum()  # set-up
         weight = torch.nn.Parameter(torch.ones(2, device=device))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer = torch.optim.SGD([{"params": []}, {"params": [weight]}], lr=0.1)  # nothing without weight decay
         with watch(warmup=1, active=3) as session:
             for _ in session.batches(range(8)):
                 optimizer.zero_grad()

@@ -36,6 +36,15 @@ from perfdoctor.kernels import extension
 extension._SOURCES = Path(sys.argv[1])
 print(extension.load_extension("little", ["little.cpp"]).answer)
 """
+FORKING = """
+import os, threading, time
+def fork():
+    while not os.path.exists(sys.argv[1] + "/runs"):
+        time.sleep(0.05)
+    if os.fork() == 0:
+        time.sleep(600)
+threading.Thread(target=fork).start()
+"""
 
 
 class Compilation:
@@ -61,9 +70,9 @@ class Compilation:
         runs = self.folder / "runs"
         return len(runs.read_text().split()) if runs.exists() else 0
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, source: str = LOADING) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", LOADING, str(self.folder)], env=self.environment,
+            [sys.executable, "-W", "ignore", "-c", source, str(self.folder)], env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -117,6 +126,23 @@ def test_two_at_once_compile_once(compilation: Compilation) -> None:
     both = [compilation.start() for _ in range(2)]
     assert [process.communicate(timeout=100)[0] for process in both] == ["42\n", "42\n"]
     assert compilation.num_runs == 1
+
+
+def test_a_process_forked_meanwhile_does_not_keep_the_lock(compilation: Compilation) -> None:
+    """A DataLoader's worker lives on; whoever waits finds what was built."""
+    (compilation.folder / "slow").touch()
+    first = compilation.start(LOADING.replace("print(", FORKING + "print("))
+    while not compilation.num_runs:
+        time.sleep(0.05)
+    second = compilation.start()
+    time.sleep(0.5)  # it waits for the lock, most likely; if not yet, it finds the module at once
+    (compilation.folder / "slow").unlink()
+    try:
+        assert second.communicate(timeout=60)[0] == "42\n"
+        assert compilation.num_runs == 1
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
 
 
 def test_one_that_cannot_be_loaded_is_built_anew(compilation: Compilation) -> None:

@@ -89,28 +89,35 @@ FAR = Parity(kept=False, text="losses not equal bit for bit: largest difference 
     [
         ([SAME], False, True),
         ([FAR], False, False),  # no chance does that
-        ([OFF], True, False),  # if no other run were possible
-        ([OFF, SAME], True, True),
-        ([OFF, OFF], True, False),
-        ([OFF, SAME, OFF], True, True),
+        ([OFF], True, None),
+        ([OFF, SAME], True, None),
+        ([OFF, OFF], True, None),
+        ([OFF, SAME, OFF], True, None),
         ([OFF, SAME, SAME], False, True),
-        ([OFF, OFF, OFF, SAME], True, True),
+        ([OFF, OFF, OFF, SAME], True, None),
         ([OFF, OFF, OFF, OFF], False, False),
         ([OFF, OFF, OFF, SAME, OFF], False, False),
         ([OFF, OFF, OFF, SAME, SAME], False, True),
+        ([OFF, Parity(kept=None, text="8 losses without, 7 with the treatment")], False, None),
+        ([OFF, FAR], False, False),
     ],
 )
-def test_a_small_difference_is_looked_for_in_more_treated_runs(runs: list[Parity], goes_on: bool, kept: bool) -> None:
+def test_a_small_difference_is_looked_for_in_more_runs(runs: list[Parity], goes_on: bool, kept: bool | None) -> None:
     assert is_open(runs, [1.0, 2.0]) is goes_on
-    assert pooled(runs).kept is kept
+    assert pooled(runs, [1.0, 2.0]).kept is kept
 
 
 def test_how_many_runs_differed_is_said() -> None:
-    by_chance = pooled([OFF, SAME, SAME])
+    base = [1.0, 2.0]
+    by_chance = pooled([OFF, SAME, SAME], base)
     assert by_chance.text == "losses differ by chance: largest difference 0.001, in 1 of 3 runs with the treatment"
     assert (by_chance.difference, by_chance.repeat) == (0.001, 0.0)
-    assert pooled([OFF] * 4).text == "losses not equal bit for bit: largest difference 0.001; in 4 of 4 runs"
-    assert pooled([SAME]) is SAME
+    assert pooled([OFF] * 4, base).text == "losses not equal bit for bit: largest difference 0.001; in 4 of 4 runs"
+    assert pooled([OFF], base).text == (
+        "losses differ, perhaps by chance: largest difference 0.001, in 1 of 1 run with the treatment; "
+        "more runs would tell (--seconds)"
+    )
+    assert pooled([SAME], base) is SAME
 
 
 def _shaky(steps: int, shaken: Callable[[int], bool]) -> Callable[[], None]:

@@ -212,6 +212,22 @@ def test_what_other_masks_hide_may_differ_by_chance_too(
     assert verdict.parity.text.endswith(shown)
 
 
+def test_one_treated_run_alone_accuses_nobody() -> None:
+    """The time ends before a second one: it may have been chance."""
+    machine = Machine({(): 10.0, FROZEN: 8.0})
+
+    def off(names: tuple[str, ...], run: ProcessRun) -> ProcessRun | None:
+        return replace(run, losses=tuple(loss * (1 + 1e-5 * bool(names)) for loss in LOSSES))
+
+    machine.change = off
+    rounds = machine.rounds(100)
+    machine.change = lambda names, run: None if len(machine.asked) > 5 and names else off(names, run)
+    (verdict,) = rounds.judge([_candidate(*FROZEN)])
+    assert not verdict.accepted
+    assert verdict.parity.kept is None
+    assert "perhaps by chance: largest difference 1e-05, in 1 of 1 run with the treatment" in verdict.parity.text
+
+
 def test_processes_that_begin_otherwise_each_time_prove_nothing() -> None:
     machine = Machine({(): 10.0, FUSED: 8.0})
 

@@ -63,6 +63,8 @@ def test_an_epoch_counts_as_the_loop_leaves_it(workers: int, made_anew: bool, pe
     loader = DataLoader(TensorDataset(torch.zeros(1024, 1)), batch_size=4)  # it would have 256 batches
     use = LoaderUse(loader=loader, epoch=20, made_anew=made_anew)
     assert loader_period(use, 45 * MS, workers=workers) == period
+    more = LoaderUse(loader=loader, epoch=5 * 256, made_anew=made_anew)  # a critic that steps five times a batch
+    assert loader_period(more, 45 * MS, workers=workers) == max(workers, 1)
 
 
 @pytest.mark.parametrize(
