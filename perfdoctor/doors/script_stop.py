@@ -60,6 +60,11 @@ class ScriptStop:
         self._traced: list[tuple[FrameType, Any]] = []
 
     @property
+    def _is_ours(self) -> bool:
+        """Whether the script runs, in this process and not in a fork of it."""
+        return self._running and os.getpid() == self._owner
+
+    @property
     def armed(self) -> bool:
         """Whether frames are traced, in this process and not in a fork of it."""
         return self._armed and os.getpid() == self._owner
@@ -90,14 +95,9 @@ class ScriptStop:
 
     def __call__(self) -> None:
         """Raises ScriptStopped; nothing where the script is over."""
-        if self._is_on():
-            self.asked = self.asked or not (self.interrupted or self.status is not None)
-            self._end()
-
-    def _is_on(self) -> bool:
-        return self._running and os.getpid() == self._owner
-
-    def _end(self) -> None:
+        if not self._is_ours:
+            return
+        self.asked = self.asked or not (self.interrupted or self.status is not None)
         self._times += 1
         if self._times > 1 or self.interrupted:
             self._trace()
@@ -154,7 +154,7 @@ class ScriptStop:
 
     def _leaving(self, leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
         def leaving(status: int) -> NoReturn:
-            ours = os.getpid() == self._owner and self._running
+            ours = self._is_ours
             if ours and threading.current_thread() is threading.main_thread():
                 self.status = status
                 self()
@@ -189,7 +189,7 @@ class ScriptStop:
         return self._theirs if handler == self._received else handler
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        ours = os.getpid() == self._owner and self._running
+        ours = self._is_ours
         self._num_interrupts += ours
         try:
             if self._theirs == signal.SIG_DFL or (ours and self._num_interrupts > 1):
