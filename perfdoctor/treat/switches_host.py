@@ -15,6 +15,7 @@ from perfdoctor.record.owners import PYTHON, TORCH, file_owner
 from perfdoctor.treat.cures import CURES
 from perfdoctor.treat.switches_precision import needs_cuda
 from perfdoctor.treat.treatment import Loop, Numerics, Treatment
+from perfdoctor.watch.garbage import froze_objects
 from perfdoctor.watch.patches import Patches
 from perfdoctor.watch.tensor_method import TensorMethod
 
@@ -37,7 +38,7 @@ def _gc_frozen(loop: Loop) -> Iterator[Loop]:
         yield loop
         return
     gc.collect()
-    ours = gc.get_freeze_count() == 0
+    ours = not froze_objects()
     try:
         gc.disable()
         if ours:

@@ -16,6 +16,7 @@ from perfdoctor.record.note_codes import HAS
 from perfdoctor.units import format_plural
 from perfdoctor.version import VERSION
 from perfdoctor.watch.clocks import cuda_active
+from perfdoctor.watch.garbage import froze_objects
 
 
 def read_environment(loader: Any, optimizers: list[Any], sync_debug_mode: int) -> Environment:
@@ -61,7 +62,7 @@ def describe_settings(loader: Any, prefetched: bool) -> list[Note]:
     found = {
         "prefetch": (prefetched, "batches come through a DevicePrefetcher"),
         "persistent_workers": (persistent is True, "the DataLoader's workers persist"),
-        "gc_frozen": (gc.get_freeze_count() > 0 or not gc.isenabled(), "Python's garbage collector is held off"),
+        "gc_frozen": (froze_objects() or not gc.isenabled(), "Python's garbage collector is held off"),
         "tf32": (cuda_active() and _allows_tf32(torch), "TF32 is allowed in matrix products"),
     }
     return [Note(code=HAS + name, text=text) for name, (there, text) in found.items() if there]

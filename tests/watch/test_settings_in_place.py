@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +51,26 @@ def test_a_collector_that_is_held_off() -> None:
         assert codes() == ["has-gc_frozen"]
     finally:
         gc.enable()
+
+
+_AS_PYTHON_312 = """
+import gc
+gc.freeze()  # before torch: the interpreter's own objects, of which 3.12 freezes 375
+import torch
+from perfdoctor.treat.switches import treatment
+from perfdoctor.treat.treatment import Loop
+from perfdoctor.watch.surroundings import describe_settings
+print([note.code for note in describe_settings(None, False)])
+loop = Loop(device=torch.device("cpu"))
+with treatment("gc_frozen").applied(loop):
+    print(len(gc.get_objects()) < 1000)
+"""
+
+
+def test_what_the_interpreter_froze_at_its_start_is_not_the_loops_doing() -> None:
+    command = [sys.executable, "-c", _AS_PYTHON_312]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert out.split("\n") == ["[]", "True", ""]
 
 
 def test_tf32_is_known_where_cuda_is_used() -> None:
